@@ -17,7 +17,7 @@ from ..reductions import KINDS, make
 from . import constructors
 from .constructors import ONE, ZERO, apply, rebuild
 from .expression import Expr, node, topological
-from .lower import Fold
+from .lower import Fold, find_same_sequence
 from .reverse_mode import backpropagate
 from .symbol import Symbol, calls_torch
 
@@ -91,13 +91,41 @@ def differentiate_fold(
     wrt = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
     lookups: list[tuple[Expr, Expr]] = []
     pulled_leaves = dict(zip(wrt, backpropagate(seeds, wrt, lookups=lookups), strict=True))
-    gradients = {leaf: _sum_to_leaf(leaf, pulled_leaves.get(leaf)) for leaf in leaves}
+    same = find_same_sequence(tuple(reductions))
+    gradients = {leaf: _sum_to_leaf(leaf, _hide_others(pulled_leaves.get(leaf), same)) for leaf in leaves}
     for lookup, g in lookups:
         table, index = lookup.args
-        (own,) = make("histogram", "both", (), (g, index, table))
+        (own,) = make("histogram", "both", (), (_hide_others(g, same), index, table))
         before = gradients[table]
         gradients[table] = own if before is None else constructors.apply("add", before, own)
     return results, cotangents, [gradients[leaf] for leaf in leaves]
+
+
+def _hide_others(g: Expr | None, same: Expr | None) -> Expr | None:
+    """A cotangent with 0 for pairs of two packed sequences, whose fields may be infinite or NaN: what a row that sees
+    no column has is. Of a vector, its factors are hidden; numbers that are hidden already stay as they are."""
+    if g is None or same is None:
+        return g
+    hidden: dict[Expr, Expr] = {}
+    for e in topological([g], stop=lambda e: not _is_split(e)):
+        number = next((a for a in e.args if a.feature is None and a.is_pair), None)
+        if _is_split(e) and (e.op != "mul" or number is not None):
+            hidden[e] = apply(e.op, *(hidden[a] if e.op != "mul" or a is number else a for a in e.args))
+        else:
+            hidden[e] = e if _is_hidden(e, same) else apply("where", same, e, 0.0)
+    return hidden[g]
+
+
+def _is_split(e: Expr) -> bool:
+    return e.is_pair and e.feature is not None and e.op in ("add", "sub", "neg", "mul")
+
+
+def _is_hidden(e: Expr, same: Expr) -> bool:
+    while e.op == "where" and constructors.is_constant(e.args[2], 0):
+        if e.args[0] is same or same in e.args[0].args:
+            return True
+        e = e.args[1]
+    return False
 
 
 def _sum_to_leaf(leaf: Expr, g: Expr | None) -> Expr | None:

@@ -405,15 +405,15 @@ def is_idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def find_same_sequence(fold: Fold) -> Expr | None:
+def find_same_sequence(reductions: tuple[Expr, ...]) -> Expr | None:
     """A condition ``number of the row == number of the column`` outside of which every reduction sees its identity."""
-    for e in topological([a for r in fold.reductions for a in r.args]):
+    for e in topological([a for r in reductions for a in r.args]):
         if e.op != "eq" or any(a.op != "leaf" or a.dtype != "int" or a.feature is not None for a in e.args):
             continue
         row, col = e.args
         if (row.rows, row.cols, col.rows, col.cols) != (True, False, False, True):
             continue
-        if all(is_idle(r, {e: const(False)}) for r in fold.reductions):
+        if all(is_idle(r, {e: const(False)}) for r in reductions):
             return e
     return None
 

@@ -376,7 +376,7 @@ class Softmax(Reduction):
         return fields[0] == iv.MINUS_INF
 
     def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
-        return (-math.inf, *(None,) * (len(fields) - 1))
+        return (-math.inf, *(0.0 if f.is_pair and f.feature is None else None for f in fields[1:]))
 
     def dense(self, fields: list[Tensor], vectors: list[bool], over: str, params: tuple, size: int) -> list[Tensor]:
         """The logsumexp and the means alone."""

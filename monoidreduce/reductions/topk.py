@@ -421,9 +421,8 @@ class TopK(Reduction):
         k, largest = params
         there = min(k, length)
         value, place = local(fields, (there, largest), length)
-        rest = (*value.shape[:-1], k - there)
-        lowest = -math.inf if largest else math.inf
-        return [torch.cat([value, value.new_full(rest, lowest)], -1), torch.cat([place, place.new_full(rest, -1)], -1)]
+        rest, nothing = (*value.shape[:-1], k - there), worst(value.dtype, largest)
+        return [torch.cat([value, value.new_full(rest, nothing)], -1), torch.cat([place, place.new_full(rest, -1)], -1)]
 
     def open(self, params: tuple, results: State, lengths: Sequence[int]) -> State:
         """Where a part is shorter than k, its empty slots are last of all: behind NaN too, when the smallest are

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..algebra.fold import fold_pairs
 from ..errors import NoGradientError
+from ..program import intervals as iv
 from ..program.constructors import apply, find_listed, listed_node
 from ..program.expression import Expr, node
 from ..program.symbol import Symbol, expr_of
@@ -167,6 +168,9 @@ class User(Reduction):
 
     def absent(self, params: tuple, fields: tuple[Expr, ...]) -> Sequence[float | None]:
         return self.identity(params)
+
+    def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
+        return fields == [(x, x) for x in self.identity(params)]
 
     def combine(self, params: tuple, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
         (monoid,) = params

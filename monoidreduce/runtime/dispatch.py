@@ -103,7 +103,7 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callabl
     def run_engine(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
         compiled = kernels and settings.kernels_run_on(sizes.device)
         if fold.domain is None:
-            packed = not compiled and find_same_sequence(fold) is not None
+            packed = not compiled and find_same_sequence(fold.reductions) is not None
             found = listed.run_packed(fold, leaves, sizes, inner) if packed else None
             return run(fold, leaves, sizes) if found is None else found
         if not compiled:

@@ -52,7 +52,7 @@ def _is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-_DIVISIONS = ("aten::floor_divide", "aten::remainder", "aten::div")
+_DIVISIONS = ("aten::floor_divide", "aten::remainder", "aten::fmod", "aten::div")
 
 
 class LiveMemory(TorchDispatchMode):

@@ -46,6 +46,7 @@ CASES = {
     "trunc of rows": Case(*SUM, lambda x, y: torch.div(x, 3, rounding_mode="trunc") + y),
     "//": Case(*SUM, lambda x, y: x // y),
     "%": Case(*SUM, lambda x, y: x % y),
+    "fmod": Case(*SUM, lambda x, y: torch.fmod(x, y)),
     "** 0": Case(*SUM, lambda x, y: x**0 + y),
     "** 2": Case(*MOST, lambda x, y: (x % 10000019) ** 2 + y),
     "** 9": Case(*LEAST, lambda x, y: (x % 100) ** 9 - y),

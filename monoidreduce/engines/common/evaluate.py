@@ -23,7 +23,7 @@ from ...program.constructors import LISTED, find_listed, listed_node
 from ...program.expression import Expr, letters, topological
 from ...program.lower import Fold
 from ...program.primitives import PRIMITIVES
-from ...reductions import KINDS, kind_of, outputs_of
+from ...reductions import kind_of, outputs_of
 from ...reductions.base import folded_dim, stretch
 from .shard import Shard
 
@@ -311,16 +311,22 @@ class Evaluator:
         return _FEATURES[e.op](e, self.sizes, *args)
 
     def _reduce(self, e: Expr, fields: list[Tensor]) -> list[Tensor]:
-        kind, over, params = e.attrs
+        kind, (_, over, params) = kind_of(e), e.attrs
         vectors = [a.feature is not None for a in e.args]
-        if self.sizes.shard is None:
-            shape: Any = (self.sizes.rows, self.sizes.cols)
 
-            def dense(fields: list[Tensor], size: int) -> list[Tensor]:
-                return KINDS[kind].dense(fields, vectors, over, params, shape if kind_of(e).both_axes else size)
+        def local(fields: list[Tensor], params: tuple, size: Any) -> list[Tensor]:
+            return kind.dense(fields, vectors, over, params, size)
 
-            return reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense)
-        return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
+        if self.sizes.shard is not None:
+            return self.sizes.shard.reduce(e, fields, local)
+        shape: Any = (self.sizes.rows, self.sizes.cols)
+
+        def dense(fields: list[Tensor], size: int) -> list[Tensor]:
+            if kind.both_axes:
+                return local(fields, params, shape)
+            return kind.dense_part(local, fields, params, size)  # a list may be shorter than the k that are asked for
+
+        return reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense)
 
     def _list(self, e: Expr) -> Tensor:
         """A tensor of a domain as it was given, with all batch dimensions."""

@@ -44,7 +44,7 @@ class Stretch:
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor] | None:
     """Run a fold sequence by sequence; None where it does not fold packed sequences, or their numbers are not known."""
-    same = find_same_sequence(fold)
+    same = find_same_sequence(fold.reductions)
     if same is None or sizes.device.type != "cpu":
         return None
     short = _SHORT // max(1, torch.Size(sizes.batch).numel())
