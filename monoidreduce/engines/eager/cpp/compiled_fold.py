@@ -24,13 +24,14 @@ from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
 from ...common import evaluate, skip_small_tiles
+from ...common.chosen_blocks import ChosenBlocks
 from ...common.evaluate import Allocator, Sizes
 from ..tile_code import Reducer
 from ..tile_walk import FoldCode
 from . import compiler
 from .kernel_text import HEAD, LEAF, Form, KernelText
 from .primitive_text import Unsupported
-from .variants import Tables, make_tables
+from .variants import Tables, choose_tiles, make_tables
 
 BLOCK, FOLDED, CONDITIONAL = 128, 512, 256  # a tile of 256 kB stays in the L2 cache beside its operands
 # Products with folded vectors copied features first take a sixth less time (MKL, 128 x 512 x 64 and 128).
@@ -83,8 +84,8 @@ class _Walk:
 class CompiledFold:
     """A fold on leaves of one kind. Called with the leaves and the totals that are added to; returns the results.
 
-    ``whole``, ``begin``: the lengths of which the leaves may hold some rows, and the first of these. Raises
-    Unsupported where no C++ can be written or compiled, or a budget is too small for it."""
+    ``whole``, ``begin``: the lengths of which the leaves may hold some rows, and the first of these. ``chosen``: the
+    blocks of pairs that are folded. Raises Unsupported where no C++ can be written or compiled, or a budget is too small for it."""
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class CompiledFold:
         begin: int,
         totals: Mapping[Expr, Tensor],
         threads: int,
+        chosen: ChosenBlocks | None = None,
     ):
         fold = self.fold = code.fold
         self.totals, self.compute = tuple(totals), sizes.compute
@@ -105,14 +107,25 @@ class CompiledFold:
         rooms = self._form_results(leaves, sizes, totals)
         count = len(sizes.batch)
         batched = [t.stride()[:count] for t in rooms]
-        shape, views, _ = evaluate.merge_batch_dims(sizes.batch, list(given.values()), batched)
-        parts = dict(zip(given, views, strict=True))
+        layers = [] if chosen is None or set(chosen.table.shape[:-2]) <= {1} else [chosen.table]
+        shape, views, _ = evaluate.merge_batch_dims(sizes.batch, [*given.values(), *layers], batched)
+        parts = dict(zip(given, views, strict=False))
         kept, folded = lengths = (sizes.cols, sizes.rows) if self.swapped else (sizes.rows, sizes.cols)
         form = self._choose_form(code, sizes, parts)
-        block = choose_block(shape, lengths, form.block, bool(code.conditions), threads)
+        if chosen is None:
+            block = choose_block(shape, lengths, form.block, bool(code.conditions), threads)
+        else:
+            form = replace(form, block=(form.block[0], FOLDED))
+            block = chosen.choose_tile(form.block, self.swapped)
+            if min(block) < LEAST_BLOCK:
+                raise Unsupported("blocks that have no common divisor with a tile")
         tables = make_tables(code, parts, numbers, (sizes, whole, begin), shape, block, self.swapped)
         padded = -(-folded // block[1]) * form.block[1]
-        form = self._choose_packing(tables, form, kept, padded)
+        if chosen is None:
+            form = self._choose_packing(tables, form, kept, padded)
+        else:
+            given_layers = views[len(parts)] if layers else chosen.table.reshape(chosen.table.shape[-2:])
+            tables = choose_tiles(tables, shape, chosen.spread(given_layers, lengths, block, self.swapped))
         kernel = compile_form(fold, tables.variants, form)
         limit, item = settings.now().budget, sizes.compute.itemsize
         if kernel is None or (limit is not None and threads * kernel.room * item > limit):

@@ -247,14 +247,20 @@ class KernelText:
         parts = [
             f"static void start_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(init) + "\n}",
             f"static void finish_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(finish) + "\n}",
-            f"""static void tile(const I* a, I b, I row, I col, F* w) {{
+            f"""// Neighbours of one variant among a thread's `own` are one tile, where it has room. Returns the next tile.
+template <class Own> static I tile(const I* a, I b, I row, I col, Own own, F* w) {{
   {head}
   const I i0 = row * ROWS, j0 = col * COLS, across = (N + COLS - 1) / COLS;
-  const int m = (int)(K - i0 < ROWS ? K - i0 : ROWS), n = (int)(N - j0 < COLS ? N - j0 : COLS);
-  const int which = a[4] ? ((const int8_t*)a[4])[b * a[5] + row * across + col] : 1;
+  auto variant = [&](I at) {{ return a[4] ? ((const int8_t*)a[4])[b * a[5] + row * across + at] : 1; }};
+  const int which = variant(col);
+  I stop = col + 1;
+  if (!PACKS) while (stop < across && (stop - col + 1) * COLS <= BN && own(stop) && variant(stop) == which) stop++;
+  const I most = (stop - col) * COLS;
+  const int m = (int)(K - i0 < ROWS ? K - i0 : ROWS), n = (int)(N - j0 < most ? N - j0 : most);
   switch (which) {{
 {cases}
   }}
+  return stop;
 }}""",
             _RUN_MIXED if self.mixed else _RUN_KEPT,
         ]
@@ -301,7 +307,7 @@ extern "C" int run_fold(const I* a) {
     F* w = (F*)a[6] + own * a[7];
     start_rows(a, b, i0, m);
     load_rows(a, b, i0, m, w);
-    for (I col = 0; col < cols; col++) tile(a, b, row, col, w);
+    for (I col = 0; col < cols;) col = tile(a, b, row, col, [](I) { return true; }, w);
     finish_rows(a, b, i0, m);
   });
   return zero_divisors != before;
@@ -336,8 +342,8 @@ extern "C" int run_fold(const I* a) {
         const int m = (int)(a[1] - i0 < ROWS ? a[1] - i0 : ROWS);
         if (round == 0) start_rows(a, b, i0, m);
         load_rows(a, b, i0, m, w);
-        for (I col = 0; col < cols; col++)
-          if (set_of(col, sets) == theirs) tile(a, b, row, col, w);
+        auto meets = [&](I col) { return set_of(col, sets) == theirs; };
+        for (I col = 0; col < cols;) col = meets(col) ? tile(a, b, row, col, meets, w) : col + 1;
         if (round == sets - 1) finish_rows(a, b, i0, m);
       }
     });

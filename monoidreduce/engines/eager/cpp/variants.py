@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,16 @@ def make_tables(
     if not found or len(found) > _MOST:
         raise Unsupported("no variant, or too many")
     return Tables(tuple(map(list_reducers, found)), tables, counts)
+
+
+def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor) -> Tables:
+    """The same tables, without the tiles where ``chosen`` ([kept, folded tiles], or with the batch dimensions in front
+    of them) is 0."""
+    found = []
+    for n, where in enumerate(evaluate.iterate_outer(shape)):
+        layer = chosen if chosen.dim() == 2 else chosen[where]
+        found.append((tables.tables[n] * layer if tables.tables else layer).contiguous())
+    return replace(tables, tables=found)
 
 
 @functools.lru_cache(maxsize=512)
