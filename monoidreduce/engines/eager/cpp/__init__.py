@@ -30,10 +30,11 @@ from . import compiler
 from .compiled_fold import BLOCK, FOLDED, KINDS, NUMBER_TYPES, PAIR_KINDS, CompiledFold, write_form
 from .kernel_text import Form
 from .primitive_text import Unsupported
-from .variants import list_reducers, reads_data
+from .variants import compile_tiles, list_reducers, reads_data
 
 _SETTING = EnvironmentVariable("MONOIDREDUCE_CPP")  # "never": tiles of torch calls; "always": at any size
 WORTH = 2**27  # pairs times operations from which a compilation of a second pays: about 20 ms in torch
+WORTH_PANEL = 2**25  # the same of a panel, whose products take far longer
 WORTH_LISTED = 2**24  # the same of listed blocks, whose vectors torch gathers
 _calls: BoundedCache[tuple, tuple[Fold, CompiledFold | None]] = BoundedCache(1024)
 _facts: BoundedCache[tuple[int, frozenset[int]], tuple[Fold, _Facts]] = BoundedCache(1024)
@@ -56,13 +57,15 @@ def run(
     panel: slice | None = None,
     totals: Mapping[Expr, Tensor] | None = None,
     chosen: ChosenBlocks | None = None,
+    worth: int | None = None,
 ) -> list[Tensor] | None:
     """Run a fold as C++; None if tiles of torch calls should.
 
     With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun, and memory
-    in which numbers per pair are written. ``chosen``: the blocks of pairs that are folded, all if left out."""
+    in which numbers per pair are written. ``chosen``: the blocks of pairs that are folded, all if left out. ``worth``: of
+    what is done to the panel (:func:`is_worthwhile`)."""
     part, totals = sizes if panel is None else replace(sizes, rows=panel.stop - panel.start), totals or {}
-    worth = WORTH if chosen is None else math.ceil(WORTH_LISTED / chosen.share)
+    worth = worth or (WORTH if chosen is None else math.ceil(WORTH_LISTED / chosen.share))
     if not _may_run(sizes) or not is_worthwhile(fold, part, worth):
         return None
     if any(isinstance(v, Tensor) and not _is_plain(v) for v in leaves):
@@ -93,7 +96,7 @@ def _find_facts(fold: Fold, numbers: Sequence[int]) -> _Facts:
     key = id(fold), frozenset(numbers)
     known = _facts.find(key)
     if known is None or known[0] is not fold:
-        code = compile_fold(fold, frozenset(fold.leaves[k] for k in numbers))
+        code = compile_tiles(fold, frozenset(fold.leaves[k] for k in numbers))
         named = tuple(k for k in numbers if fold.leaves[k] in code.ranged)
         known = _facts.keep(key, (fold, _Facts(code, named, reads_data(code, code.scalars))))
     return known[1]
