@@ -107,13 +107,13 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callabl
             found = listed.run_packed(fold, leaves, sizes, inner) if packed else None
             return run(fold, leaves, sizes) if found is None else found
         if not compiled:
-            return listed.run(fold, leaves, sizes, inner)
+            return listed.run(fold, leaves, sizes, inner, eager.run_blocks)
         try:
             return triton.run_listed(fold, leaves, sizes)
         except triton.Unsupported as reason:
             if all((sizes.rows, sizes.cols, *sizes.batch)):
                 triton.warn_fallback(fold, reason, "gathered pieces of lists run")
-            return listed.run(fold, leaves, sizes, inner)
+            return listed.run(fold, leaves, sizes, inner, eager.run_blocks)
 
     return run_engine
 

@@ -279,3 +279,11 @@ def accumulate(total: Tensor, weights: Tensor, vectors: Tensor) -> None:
         total += (weights.mT * vectors).sum(1, keepdim=True)
     else:
         total.baddbmm_(weights, vectors)
+
+
+def accumulate_cast(total: Tensor, weights: Tensor, vectors: Tensor) -> None:
+    """The same with vectors of any type, of which few are cast to that of the weights at a time."""
+    step = max(1, vectors.shape[-2] if vectors.dtype == weights.dtype else _CAST_COLUMNS)
+    for at in range(0, vectors.shape[-2], step):
+        some = slice(at, at + step)
+        accumulate(total, weights[..., some], vectors[..., some, :].to(weights.dtype))

@@ -21,6 +21,7 @@ from ...program.expression import Expr, size
 from ...program.lower import Fold, scaled_result
 from ...reductions import kind_of
 from ..common import evaluate, skip_small_tiles
+from ..common.chosen_blocks import ChosenBlocks
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
 from . import branch_and_bound, cpp
 from .tile_code import Buffers
@@ -97,6 +98,12 @@ def _run_otherwise(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tile
 
 
 _SEARCHED = 2**34  # pairs
+
+
+def run_blocks(fold: Fold, leaves: list[Any], sizes: Sizes, chosen: ChosenBlocks) -> list[Tensor] | None:
+    """Run a fold over chosen blocks of pairs; None where there is no C++ for it."""
+    found = None if fold.packed else cpp.run(fold, leaves, sizes, chosen=chosen)
+    return None if found is None else _scale_results(fold, found, leaves, sizes)
 
 
 def _scale_results(fold: Fold, results: list[Tensor], leaves: list[Any], sizes: Sizes) -> list[Tensor]:

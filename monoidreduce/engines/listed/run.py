@@ -19,7 +19,7 @@ from ...reductions import kind_of, outputs_of
 from ..common import combine, subproblem
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
-from . import chosen_edges, edge_numbers
+from . import blocks, chosen_edges, edge_numbers
 from .gather import FlatLeaf, Layout, Piece
 from .lists import Lists, check_numbers, find_lists, flatten_index
 from .local import LocalFold, localize
@@ -31,8 +31,9 @@ _LONGEST = 4096  # indices of a piece
 _FILLED = 2**20  # bytes of leaves and pairs that take as long as a batch of pieces to begin, about a millisecond
 
 
-def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Tensor]:
-    """Run a fold over the pairs that its domain lists; the contract of every engine."""
+def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine, walk: blocks.Walk) -> list[Tensor]:
+    """Run a fold over the pairs that its domain lists; the contract of every engine. ``walk``: an engine's walk over
+    chosen tiles, None where it has none."""
     assert fold.domain is not None
     (form,), edges = fold.domain.attrs, fold.domain.attrs[0][0] == "edges"
     given = dict(zip(fold.leaves, leaves, strict=True))
@@ -46,6 +47,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         ]
     if edges and chosen_edges.can_run(fold, sizes, tensors):
         return [t for values in chosen_edges.run(fold, given, sizes, form, tensors) for t in values]
+    if (walked := blocks.run(fold, given, sizes, tensors, walk)) is not None:
+        return walked
     results: list[Any] = [None] * len(fold.reductions)
     shared: edge_numbers.Shared = {}
     groups = _group_reductions(fold, leaves, sizes)

@@ -389,7 +389,7 @@ class TorchStep:
         for leaf, f in stage.products:
             given[leaf] = self._compute_product(f, panel)
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in given.items()}
-        if self._run_cpp(at, panel, given) or self._run_whole_sums(at, panel, given):
+        if self._run_whole_sums(at, panel, given) or self._run_cpp(at, panel, given):
             return
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
         code = self.code(stage.fold, frozenset(numbers))
@@ -409,7 +409,7 @@ class TorchStep:
         if panel.cols != slice(0, self.sizes.cols) or any(f and self.sizes.of(str(f)) > WIDE for f in features):
             return False  # sums of wide vectors are faster as products of torch's larger tiles
         totals = {fold.reductions[p]: a.total for p, a in own.items() if isinstance(a, SumAccumulator)}
-        found = cpp.run(fold, [given[e] for e in fold.leaves], replace(self.sizes, batch=(1,)), panel.rows, totals)
+        found = self._call_cpp(fold, given, panel, totals)
         if found is None:
             return False
         results = iter(found)
@@ -419,6 +419,12 @@ class TorchStep:
                 panel.keep_results(at, place, values)
         return True
 
+    def _call_cpp(
+        self, fold: Fold, given: dict[Expr, Any], panel: Panel, totals: dict[Expr, Tensor]
+    ) -> list[Tensor] | None:
+        sizes, leaves = replace(self.sizes, batch=(1,)), [given[e] for e in fold.leaves]
+        return cpp.run(fold, leaves, sizes, panel.rows, totals, worth=cpp.WORTH_PANEL)
+
     def _run_whole_sums(self, at: int, panel: Panel, given: dict[Expr, Any]) -> bool:
         """Do a stage as whole products (``panel_program.py``); False if tiles of torch calls should."""
         stage, last = self.loop.stages[at], self.loop.list_last_uses(at)
@@ -426,13 +432,11 @@ class TorchStep:
         whole = find_whole_sums(stage.fold, free) if type(self).code is TorchStep.code else None
         if whole is None or panel.cols != slice(0, self.sizes.cols):
             return False
-        vectors = [given[v] for terms in whole.terms for _, v in terms]
-        if {self.pair_dtype, *(v.dtype for v in vectors)} != {self.sizes.compute}:
+        if self.pair_dtype != self.sizes.compute:
             return False
         homes = [given[e] for e in whole.homes]
         places = dict(zip(whole.weights.reductions, homes, strict=True))
-        leaves = [given[e] for e in whole.weights.leaves]
-        if cpp.run(whole.weights, leaves, replace(self.sizes, batch=(1,)), panel.rows, places) is None:
+        if self._call_cpp(whole.weights, given, panel, places) is None:
             return False
         self.filled = (panel.rows, self.filled[1].difference(last))
         for place, (r, terms) in enumerate(zip(stage.fold.reductions, whole.terms, strict=True)):
@@ -441,7 +445,7 @@ class TorchStep:
             assert isinstance(accumulator, SumAccumulator)
             for k, v in terms:
                 weights = homes[k] if r.attrs[1] == "cols" else homes[k].mT
-                matmul.accumulate(accumulator.total, weights, given[v])
+                matmul.accumulate_cast(accumulator.total, weights, given[v])
             if own is None:
                 panel.keep_results(at, place, _take_first(accumulator))
         return True

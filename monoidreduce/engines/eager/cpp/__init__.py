@@ -7,6 +7,7 @@ and the machine alone, never on what is in the cache: repeated calls have equal 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,16 +23,19 @@ from ....program.lower import Fold
 from ....reductions import FastForm, all_have, kind_of
 from ...common import matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
+from ...common.chosen_blocks import ChosenBlocks
 from ...common.evaluate import Sizes
 from ..tile_walk import FoldCode, compile_fold
 from . import compiler
 from .compiled_fold import BLOCK, FOLDED, KINDS, NUMBER_TYPES, PAIR_KINDS, CompiledFold, write_form
 from .kernel_text import Form
 from .primitive_text import Unsupported
-from .variants import list_reducers, reads_data
+from .variants import compile_tiles, list_reducers, reads_data
 
 _SETTING = EnvironmentVariable("MONOIDREDUCE_CPP")  # "never": tiles of torch calls; "always": at any size
 WORTH = 2**27  # pairs times operations from which a compilation of a second pays: about 20 ms in torch
+WORTH_PANEL = 2**25  # the same of a panel, whose products take far longer
+WORTH_LISTED = 2**24  # the same of listed blocks, whose vectors torch gathers
 _calls: BoundedCache[tuple, tuple[Fold, CompiledFold | None]] = BoundedCache(1024)
 _facts: BoundedCache[tuple[int, frozenset[int]], tuple[Fold, _Facts]] = BoundedCache(1024)
 
@@ -52,13 +56,17 @@ def run(
     sizes: Sizes,
     panel: slice | None = None,
     totals: Mapping[Expr, Tensor] | None = None,
+    chosen: ChosenBlocks | None = None,
+    worth: int | None = None,
 ) -> list[Tensor] | None:
     """Run a fold as C++; None if tiles of torch calls should.
 
     With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun, and memory
-    in which numbers per pair are written."""
+    in which numbers per pair are written. ``chosen``: the blocks of pairs that are folded, all if left out. ``worth``: of
+    what is done to the panel (:func:`is_worthwhile`)."""
     part, totals = sizes if panel is None else replace(sizes, rows=panel.stop - panel.start), totals or {}
-    if not _may_run(sizes) or not is_worthwhile(fold, part):
+    worth = worth or (WORTH if chosen is None else math.ceil(WORTH_LISTED / chosen.share))
+    if not _may_run(sizes) or not is_worthwhile(fold, part, worth):
         return None
     if any(isinstance(v, Tensor) and not _is_plain(v) for v in leaves):
         return None
@@ -66,18 +74,21 @@ def run(
     numbers = [k for k, v in enumerate(leaves) if not isinstance(v, Tensor)]
     facts = _find_facts(fold, numbers)
     if facts.reads_data:
-        call = _make_call(facts.code, leaves, part, sizes, begin, totals)
+        call = _make_call(facts.code, leaves, part, sizes, begin, totals, worth, chosen)
     else:
         key = _key(facts, given, part, sizes, begin, tuple(map(id, totals)))
-        known = _calls.find(key)
+        calls = _calls if chosen is None else chosen.calls
+        known = calls.find(key)
         if known is None:
-            made = _make_call(facts.code, leaves, part, sizes, begin, totals)
-            known = _calls.keep(key, (facts.code.fold, made))  # the fold is held: its id is in the key
+            made = _make_call(facts.code, leaves, part, sizes, begin, totals, worth, chosen)
+            known = calls.keep(key, (facts.code.fold, made))  # the fold is held: its id is in the key
         call = known[1]
     if call is None:
         return None
-    if torch._C._is_torch_function_mode_enabled():  # a recorder (runtime/recorder.py) writes the call down
-        return handle_torch_function(call, [v for v in given if isinstance(v, Tensor)], *given)
+    if torch._C._is_torch_function_mode_enabled():
+        # A recorder (runtime/recorder.py) writes the call down; as a method, what is chosen for lists is not replayed.
+        func = call if chosen is None else call.__call__
+        return handle_torch_function(func, [v for v in given if isinstance(v, Tensor)], *given)
     return call(*given)
 
 
@@ -85,7 +96,7 @@ def _find_facts(fold: Fold, numbers: Sequence[int]) -> _Facts:
     key = id(fold), frozenset(numbers)
     known = _facts.find(key)
     if known is None or known[0] is not fold:
-        code = compile_fold(fold, frozenset(fold.leaves[k] for k in numbers))
+        code = compile_tiles(fold, frozenset(fold.leaves[k] for k in numbers))
         named = tuple(k for k in numbers if fold.leaves[k] in code.ranged)
         known = _facts.keep(key, (fold, _Facts(code, named, reads_data(code, code.scalars))))
     return known[1]
@@ -102,12 +113,19 @@ def _key(facts: _Facts, given: Sequence[Any], part: Sizes, whole: Sizes, begin: 
 
 
 def _make_call(
-    code: FoldCode, leaves: Sequence[Any], part: Sizes, whole: Sizes, begin: int, totals: Mapping[Expr, Tensor]
+    code: FoldCode,
+    leaves: Sequence[Any],
+    part: Sizes,
+    whole: Sizes,
+    begin: int,
+    totals: Mapping[Expr, Tensor],
+    worth: int,
+    chosen: ChosenBlocks | None,
 ) -> CompiledFold | None:
-    if not applies(code.fold, leaves, part) or compiler.gemm_addresses() is None:
+    if not applies(code.fold, leaves, part, worth) or compiler.gemm_addresses() is None:
         return None
     try:
-        return CompiledFold(code, leaves, part, whole, begin, totals, max(1, torch.get_num_threads()))
+        return CompiledFold(code, leaves, part, whole, begin, totals, max(1, torch.get_num_threads()), chosen)
     except Unsupported:
         return None
 

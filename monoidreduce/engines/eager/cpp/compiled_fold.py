@@ -23,20 +23,23 @@ from ....plan import settings
 from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import evaluate, skip_small_tiles
+from ...common import combine, evaluate, skip_small_tiles
+from ...common.chosen_blocks import ChosenBlocks
 from ...common.evaluate import Allocator, Sizes
 from ..tile_code import Reducer
 from ..tile_walk import FoldCode
 from . import compiler
 from .kernel_text import HEAD, LEAF, Form, KernelText
 from .primitive_text import Unsupported
-from .variants import Tables, make_tables
+from .variants import Tables, choose_tiles, make_tables
 
 BLOCK, FOLDED, CONDITIONAL = 128, 512, 256  # a tile of 256 kB stays in the L2 cache beside its operands
 # Products with folded vectors copied features first take a sixth less time (MKL, 128 x 512 x 64 and 128).
 PACK_ROWS = 1024  # kept indices from which the copy is cheap
 PACK_BYTES = 2**24  # of copies, at most
 LEAST_BLOCK = 16
+SPLIT_PAIRS = 2**18  # of a split of the folded axis, at least: putting splits together takes 0.1 ms
+_SPLIT = ("sum", "soft", "best", "topk", "pick")  # kinds whose tiles need not know how many came before
 WIDE, WIDE_BLOCK = 256, 512  # features beyond which a tile's operands, read again for every block, are the most
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 PAIR_KINDS = {
@@ -64,7 +67,8 @@ class Kernel:
 @dataclass(frozen=True)
 class _Walk:
     """How the function is called: the merged batch shape, the lengths of the kept and the folded axis, the same of a
-    tile, batch elements of one call, threads, and sets of blocks (of a walk that sums over both axes)."""
+    tile, batch elements of one call, threads, sets of blocks (of a walk that sums over both axes), and splits of the
+    folded axis: the tiles of each."""
 
     shape: tuple[int, ...]
     lengths: tuple[int, int]
@@ -72,6 +76,7 @@ class _Walk:
     step: int
     threads: int
     sets: int
+    splits: Sequence[range]
 
     def calls(self) -> Iterator[tuple[int, tuple[int, ...], slice]]:
         """The batch elements of each call: the place of the outer index, the index, and a range of the last."""
@@ -83,8 +88,8 @@ class _Walk:
 class CompiledFold:
     """A fold on leaves of one kind. Called with the leaves and the totals that are added to; returns the results.
 
-    ``whole``, ``begin``: the lengths of which the leaves may hold some rows, and the first of these. Raises
-    Unsupported where no C++ can be written or compiled, or a budget is too small for it."""
+    ``whole``, ``begin``: the lengths of which the leaves may hold some rows, and the first of these. ``chosen``: the
+    blocks of pairs that are folded. Raises Unsupported where no C++ can be written or compiled, or a budget is too small for it."""
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class CompiledFold:
         begin: int,
         totals: Mapping[Expr, Tensor],
         threads: int,
+        chosen: ChosenBlocks | None = None,
     ):
         fold = self.fold = code.fold
         self.totals, self.compute = tuple(totals), sizes.compute
@@ -105,14 +111,25 @@ class CompiledFold:
         rooms = self._form_results(leaves, sizes, totals)
         count = len(sizes.batch)
         batched = [t.stride()[:count] for t in rooms]
-        shape, views, _ = evaluate.merge_batch_dims(sizes.batch, list(given.values()), batched)
-        parts = dict(zip(given, views, strict=True))
+        layers = [] if chosen is None or set(chosen.table.shape[:-2]) <= {1} else [chosen.table]
+        shape, views, _ = evaluate.merge_batch_dims(sizes.batch, [*given.values(), *layers], batched)
+        parts = dict(zip(given, views, strict=False))
         kept, folded = lengths = (sizes.cols, sizes.rows) if self.swapped else (sizes.rows, sizes.cols)
         form = self._choose_form(code, sizes, parts)
-        block = choose_block(shape, lengths, form.block, bool(code.conditions), threads)
+        if chosen is None:
+            block = choose_block(shape, lengths, form.block, bool(code.conditions), threads)
+        else:
+            form = replace(form, block=(form.block[0], FOLDED))
+            block = chosen.choose_tile(form.block, self.swapped)
+            if min(block) < LEAST_BLOCK:
+                raise Unsupported("blocks that have no common divisor with a tile")
         tables = make_tables(code, parts, numbers, (sizes, whole, begin), shape, block, self.swapped)
         padded = -(-folded // block[1]) * form.block[1]
-        form = self._choose_packing(tables, form, kept, padded)
+        if chosen is None:
+            form = self._choose_packing(tables, form, kept, padded)
+        else:
+            given_layers = views[len(parts)] if layers else chosen.table.reshape(chosen.table.shape[-2:])
+            tables = choose_tiles(tables, shape, chosen.spread(given_layers, lengths, block, self.swapped))
         kernel = compile_form(fold, tables.variants, form)
         limit, item = settings.now().budget, sizes.compute.itemsize
         if kernel is None or (limit is not None and threads * kernel.room * item > limit):
@@ -124,11 +141,19 @@ class CompiledFold:
                 parts_form = (*sizes.batch, sets, sizes.of(str(r.args[2].feature))), torch.float64
                 self.rooms[at] = r, Allocator(parts_form, sizes.device), 0.0
                 rooms[at] = torch.empty(parts_form[0], dtype=parts_form[1], device="cpu")
+        splits = self._choose_splits(shape, lengths, block, threads, kernel.packed)
+        self.splits = [min(s.stop * block[1], folded) - s.start * block[1] for s in splits]
+        if len(splits) > 1:
+            for at, ((r, _, value), t) in enumerate(zip(self.rooms, rooms, strict=True)):
+                form_of_all = (len(splits), *t.shape), t.dtype
+                self.rooms[at] = r, Allocator(form_of_all, sizes.device), value
+                rooms[at] = torch.empty(form_of_all[0], dtype=t.dtype, device="cpu")
         self.room, self.copied = threads * kernel.room, min(step, shape[-1]) * padded * kernel.packed
         self.kernel, self.counts = kernel, tables.counts
         self.tables = tables.tables  # arguments hold their addresses
-        walk = _Walk(shape, lengths, block, step, threads, sets)
-        outputs = [t.unsqueeze(0) if not count else t.view(*shape, *t.shape[count:]) for t in rooms]
+        walk = _Walk(shape, lengths, block, step, threads, sets, splits)
+        by_split = rooms if len(splits) > 1 else [t.unsqueeze(0) for t in rooms]
+        outputs = [t.view(len(splits), *shape, *t.shape[1 + count :]) for t in by_split]
         origins = [t.data_ptr() for t in (*given.values(), *rooms)]
         self.arguments = [self._write_arguments(walk, *where, begin, parts, outputs, origins) for where in walk.calls()]
 
@@ -202,6 +227,21 @@ class CompiledFold:
         copied = write_form(self.fold, tables.variants, wide).packed_width * padded * self.compute.itemsize
         return wide if copied <= PACK_BYTES else form
 
+    def _choose_splits(
+        self, shape: tuple[int, ...], lengths: tuple[int, int], block: tuple[int, int], threads: int, packed: int
+    ) -> list[range]:
+        """The tiles of each split of the folded axis: several where tasks are too few to keep all threads busy."""
+        batch, tiles = torch.Size(shape).numel(), -(-lengths[1] // block[1])
+        tasks, equal = batch * -(-lengths[0] // block[0]), lengths[0] % block[0] == 0 or lengths[0] < block[0]
+        if tasks >= 4 * threads or (equal and tasks % threads == 0):
+            return [range(tiles)]
+        count = threads // tasks if equal and threads % tasks == 0 else -(-4 * threads // tasks)
+        count = min(count, tiles, batch * lengths[0] * lengths[1] // SPLIT_PAIRS)
+        folds = all((r.attrs[1] == "cols") != self.swapped and r.attrs[0] in _SPLIT for r in self.fold.reductions)
+        if count < 2 or not folds or self.totals or packed:
+            return [range(tiles)]
+        return [range(tiles * s // count, tiles * (s + 1) // count) for s in range(count)]
+
     def _write_arguments(
         self,
         walk: _Walk,
@@ -213,30 +253,34 @@ class CompiledFold:
         outputs: Sequence[Tensor],
         origins: Sequence[int],
     ) -> tuple[Any, list[_Place]]:
-        """The arguments of one call of the function, and where addresses are written in the others: ``origins`` are
-        those of the leaves and results that these have now."""
+        """The arguments of one call of the function, split by split, and where addresses are written in the others:
+        ``origins`` are those of the leaves and results that these have now."""
         gemm = compiler.gemm_addresses()
         assert gemm is not None
         table = self.tables[n] if self.tables else None
         by_batch = table is not None and table.dim() == 3
         table = table[own] if by_batch and table is not None else table
-        head = [own.stop - own.start, *walk.lengths, walk.threads, 0 if table is None else table.data_ptr()]
-        head += [table.stride(0) if by_batch and table is not None else 0, 0, self.kernel.room]
-        head += [gemm[0] if self.compute is torch.float32 else gemm[1], gemm[2], 0, 0, begin, *walk.block, walk.sets]
-        assert len(head) == HEAD
-        places = [(at, source, 0) for source, at in enumerate(_BUFFERS)]
-        origin = enumerate(origins, len(_BUFFERS))
-        for e in self.fold.leaves:
-            if e not in parts:
-                head += [0] * LEAF
-                continue
-            described, (source, start) = _describe_leaf(e, parts[e][where][own]), next(origin)
-            places.append((len(head), source, described[0] - start))
-            head += described
-        for o, (source, start) in zip((o[where][own] for o in outputs), origin, strict=True):
-            places.append((len(head), source, o.data_ptr() - start))
-            head += [o.data_ptr(), o.stride(0), o.stride(1)]  # of a number per pair, those of a row lie side by side
-        return (ctypes.c_int64 * len(head))(*head), places
+        fixed = [own.stop - own.start, *walk.lengths, walk.threads, 0 if table is None else table.data_ptr()]
+        fixed += [table.stride(0) if by_batch and table is not None else 0, 0, self.kernel.room]
+        fixed += [gemm[0] if self.compute is torch.float32 else gemm[1], gemm[2], 0, 0, begin, *walk.block, walk.sets]
+        found: list[int] = []
+        places: list[_Place] = []
+        for split, tiles in enumerate(walk.splits):
+            places += [(len(found) + at, source, 0) for source, at in enumerate(_BUFFERS)]
+            origin = enumerate(origins, len(_BUFFERS))
+            found += [*fixed, tiles.start, tiles.stop, len(walk.splits)]
+            for e in self.fold.leaves:
+                if e not in parts:
+                    found += [0] * LEAF
+                    continue
+                described, (source, start) = _describe_leaf(e, parts[e][where][own]), next(origin)
+                places.append((len(found), source, described[0] - start))
+                found += described
+            for t, (source, start) in zip(outputs, origin, strict=True):
+                o = t[split][where][own]
+                places.append((len(found), source, o.data_ptr() - start))
+                found += [o.data_ptr(), o.stride(0), o.stride(1)]  # of a number per pair, those of a row lie together
+        return (ctypes.c_int64 * len(found))(*found), places
 
     # A call -------------------------------------------------------------------------------------------------
 
@@ -261,6 +305,8 @@ class CompiledFold:
         if skip_small_tiles.counters.get():
             for (computed, many, rows, cols), tiles in self.counts.items():
                 skip_small_tiles.count_tile(computed, many, rows, cols, tiles)
+        if len(self.splits) > 1:
+            rooms = combine.combine(self.fold, rooms, self.splits, ordered=True)
         _finish_kept(self.fold, rooms, self.swapped)
         pairs = zip(self.fold.outputs, rooms, strict=True)
         return [t.sum(-2).to(self.compute) if kind_of(r).both_axes else t for (r, _), t in pairs]
@@ -284,7 +330,7 @@ def choose_block(
 ) -> tuple[int, int]:
     """Kept and folded indices of a tile, ``most`` at most: blocks of about equal size, of which all threads have as
     many. ``lengths``: of the kept and the folded axis."""
-    each = 1 if threads == 1 else 4 if conditional else 2
+    each = 1 if threads == 1 or most[0] > BLOCK else 4 if conditional else 2  # wide vectors are read in every block
     least = -(-threads * each // torch.Size(shape).numel())
     return _divide(lengths[0], most[0], least), _divide(lengths[1], most[1], 1)
 

@@ -26,7 +26,7 @@ from .primitive_text import NUMBER, Unsupported, literal, write_primitive
 from .tile_text import MOST_SORTED, TileText
 from .tile_values import PAD
 
-HEAD = 16  # arguments before the leaves
+HEAD = 19  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments
 OUTPUT = 3  # and of a result: address, stride of the batch, stride of its axis
 
@@ -122,6 +122,7 @@ class KernelText:
             "#define ROWS a[13]  // kept and folded indices of a tile of this call",
             "#define COLS a[14]",
             "#define SETS a[15]  // of blocks, of a walk that sums over both axes",
+            f"#define ARGUMENTS {self.arguments}  // of a split, behind those of the one before; a[18]: splits",
             support.TYPES,
             support.FUNCTIONS,
             *([primitive_text.FUNCTIONS] if primitive_text.used_by(used) else []),
@@ -247,14 +248,20 @@ class KernelText:
         parts = [
             f"static void start_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(init) + "\n}",
             f"static void finish_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(finish) + "\n}",
-            f"""static void tile(const I* a, I b, I row, I col, F* w) {{
+            f"""// Neighbours of one variant among a thread's `own` are one tile, where it has room. Returns the next tile.
+template <class Own> static I tile(const I* a, I b, I row, I col, Own own, F* w) {{
   {head}
   const I i0 = row * ROWS, j0 = col * COLS, across = (N + COLS - 1) / COLS;
-  const int m = (int)(K - i0 < ROWS ? K - i0 : ROWS), n = (int)(N - j0 < COLS ? N - j0 : COLS);
-  const int which = a[4] ? ((const int8_t*)a[4])[b * a[5] + row * across + col] : 1;
+  auto variant = [&](I at) {{ return a[4] ? ((const int8_t*)a[4])[b * a[5] + row * across + at] : 1; }};
+  const int which = variant(col);
+  I stop = col + 1;
+  if (!PACKS) while (stop < across && (stop - col + 1) * COLS <= BN && own(stop) && variant(stop) == which) stop++;
+  const I most = (stop - col) * COLS;
+  const int m = (int)(K - i0 < ROWS ? K - i0 : ROWS), n = (int)(N - j0 < most ? N - j0 : most);
   switch (which) {{
 {cases}
   }}
+  return stop;
 }}""",
             _RUN_MIXED if self.mixed else _RUN_KEPT,
         ]
@@ -295,13 +302,16 @@ extern "C" int run_fold(const I* a) {
   const int before = zero_divisors;
   const I rows = (a[1] + ROWS - 1) / ROWS, cols = (a[2] + COLS - 1) / COLS;
   if (PACKS) run_tasks((int)a[3], a[0] * cols, 0, [&](I k, int) { pack_tile(a, k / cols, k % cols * COLS); });
-  run_tasks((int)a[3], a[0] * rows, (Limit)a[9], [&](I k, int own) {
+  const I* const first = a;
+  run_tasks((int)a[3], a[18] * a[0] * rows, (Limit)a[9], [&](I k, int own) {
+    const I* const a = first + k % first[18] * ARGUMENTS;
+    k /= a[18];
     const I b = k / rows, row = rows - 1 - k % rows, i0 = row * ROWS;  // the last first: of causal rows the longest
     const int m = (int)(a[1] - i0 < ROWS ? a[1] - i0 : ROWS);
     F* w = (F*)a[6] + own * a[7];
     start_rows(a, b, i0, m);
     load_rows(a, b, i0, m, w);
-    for (I col = 0; col < cols; col++) tile(a, b, row, col, w);
+    for (I col = a[16]; col < a[17];) col = tile(a, b, row, col, [&](I at) { return at < a[17]; }, w);
     finish_rows(a, b, i0, m);
   });
   return zero_divisors != before;
@@ -336,8 +346,8 @@ extern "C" int run_fold(const I* a) {
         const int m = (int)(a[1] - i0 < ROWS ? a[1] - i0 : ROWS);
         if (round == 0) start_rows(a, b, i0, m);
         load_rows(a, b, i0, m, w);
-        for (I col = 0; col < cols; col++)
-          if (set_of(col, sets) == theirs) tile(a, b, row, col, w);
+        auto meets = [&](I col) { return set_of(col, sets) == theirs; };
+        for (I col = 0; col < cols;) col = meets(col) ? tile(a, b, row, col, meets, w) : col + 1;
         if (round == sets - 1) finish_rows(a, b, i0, m);
       }
     });

@@ -9,18 +9,19 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....program.expression import Expr
+from ....program.expression import Expr, topological
+from ....program.intervals import EITHER
 from ....program.lower import Fold
 from ...common import evaluate
 from ...common.evaluate import Sizes
 from ..tile_code import Reducer, TileCode
-from ..tile_walk import FoldCode, compile_fold, decide_tiles, merge_ranges, split_range, tile_ranges
+from ..tile_walk import FoldCode, decide_tiles, merge_ranges, split_range, tile_ranges
 from .primitive_text import Unsupported
 
 _CACHED_TILES = 4096  # of a table that is kept
@@ -41,6 +42,25 @@ class Tables:
 
 def list_reducers(code: TileCode) -> tuple[Reducer, ...]:
     return tuple(s.reducer for s in code.steps if s.reducer is not None)
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_tiles(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
+    """The code of a fold, without conditions that are true of one pair in a row or column (``col_index == label``),
+    unless tiles where they are not have nothing to do: deciding them reads labels and makes a table in every call."""
+    code = FoldCode(fold, scalars)
+    labels = {c for c in code.conditions if _compares_label(c)}
+    if labels and code.variant_for(tuple((0, 0) if c in labels else EITHER for c in code.conditions)) is not None:
+        code.conditions = tuple(c for c in code.conditions if c not in labels)
+        read = set(topological(code.conditions))
+        code.ranged = tuple(e for e in code.ranged if e in read)
+        code.variants.clear()
+    return code
+
+
+def _compares_label(c: Expr) -> bool:
+    indices = [a for a in c.args if a.op in ("row_index", "col_index")]
+    return c.op == "eq" and len(indices) == 1 and any(e.op == "leaf" and (e.rows or e.cols) for e in topological(c.args))
 
 
 def reads_data(code: FoldCode, numbers: Container[Expr]) -> bool:
@@ -85,6 +105,16 @@ def make_tables(
     return Tables(tuple(map(list_reducers, found)), tables, counts)
 
 
+def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor) -> Tables:
+    """The same tables, without the tiles where ``chosen`` ([kept, folded tiles], or with the batch dimensions in front
+    of them) is 0."""
+    found = []
+    for n, where in enumerate(evaluate.iterate_outer(shape)):
+        layer = chosen if chosen.dim() == 2 else chosen[where]
+        found.append((tables.tables[n] * layer if tables.tables else layer).contiguous())
+    return replace(tables, tables=found)
+
+
 @functools.lru_cache(maxsize=512)
 def _make_index_table(
     fold: Fold, scalars: frozenset[Expr], named: tuple[tuple[Expr, Any], ...], *rest: Any
@@ -92,7 +122,7 @@ def _make_index_table(
     """The table of a fold whose conditions read indices and ``named`` numbers alone, its variants and its tiles."""
     found: dict[TileCode, int] = {}
     counts: Counts = collections.Counter()
-    return _make_table(compile_fold(fold, scalars), dict(named), found, counts, *rest), found, counts
+    return _make_table(compile_tiles(fold, scalars), dict(named), found, counts, *rest), found, counts
 
 
 def _make_table(
