@@ -518,7 +518,7 @@ class _Text:
         (c,) = contractions(value, soft.over)
         weight = move_factors_to_weight(c).weight
         if v.dropout:
-            row = f"blended({v.number(v.dropout.row)}, {v.block_of(v.dropout.col)}).to(tl.int32)"
+            row = f"blended({v.number(v.dropout.row)}, {v.dropout_block(v.dropout.col)}).to(tl.int32)"
             part = v.mask_columns(f"drop_pairs({n}_weight, {row}, {v.number(v.dropout.mark)})", "0.0")
         else:
             part = f"{n}_weight" if weight is ONE else v.mask_columns(f"{n}_weight * {v.number(weight)}", "0.0")
