@@ -524,7 +524,8 @@ def public_layer(
 ) -> Any:
     """Decorate a layer. Over several ranks, an error that its checks raise on one of them is raised on all; elsewhere
     repeated calls of one kind replay its Python (``runtime/torch_replay.py``). ``rows`` and ``cols``: which arguments
-    are an entry a row or a column, for the layer's ``stream`` (``streaming.py``), unless that is given;
+    have an entry for each row or column, and on which axis (``_axis`` of ``streaming.py``), for streams and nested
+    tensors; ``stream``: the layer's own, if it has one;
     ``col_results``: which of its results have an entry a column; ``dense_only``: the options that nested rows do not
     have, and what to do instead."""
     if layer is None:

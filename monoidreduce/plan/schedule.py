@@ -120,7 +120,7 @@ def get_followed(name: str) -> Choice | None:
 
 
 ROWS, COLS = 1024, 1024  # the tile when both axes are long
-ELEMENTS = ROWS * COLS
+ELEMENTS = ROWS * COLS  # pairs at a time wherever torch computes some: panels and gathers too, also on a GPU
 HELD = 6 * 8  # bytes per pair, at most, of a tile's buffers and torch's temporaries: six numbers of 64 bits
 LEAST = 16 * 16 * HELD  # a smaller budget is refused: the tiles would be too slow
 

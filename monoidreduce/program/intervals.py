@@ -58,6 +58,12 @@ def monotone(
     return rule
 
 
+def falling(f: Callable[[float], float], low: float = -INF, high: float = INF) -> Callable[[Interval], Interval]:
+    """The same of a decreasing function."""
+    rule = monotone(lambda x: -f(x), -high, -low)
+    return lambda x: neg(rule(x))
+
+
 def _safe(f: Callable[[float], float], x: float, otherwise: float) -> float:
     try:
         return f(x)

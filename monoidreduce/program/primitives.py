@@ -39,7 +39,7 @@ class Primitive:
     attributes: dict[str, Any] = field(default_factory=dict)  # static arguments and their defaults
     triton: str = ""  # the same in a kernel: {0}, {1} ... the arguments, attributes by name, helpers from the engine
     cost: float = 0.0  # in exponentials, about; 0: plain arithmetic
-    fast: float = 0.0  # the cost of its approximate forms (``quick_``, ``native_``) in kernels of 16-bit programs
+    fast: float = 0.0  # the same of its approximate forms (``quick_``, ``native_``), in approximate exponentials
     in_torch: bool = True  # False: torch has no such function, and bodies do not find it by name
 
 
@@ -222,7 +222,7 @@ _ROWS = [
         "acos",
         torch.acos,
         lambda g, y, x: (-(g * torch.rsqrt((1 - x) * (1 + x))),),
-        iv.inside(-1.0, 1.0, lambda x: iv.neg(_monotone(lambda v: -math.acos(v))(x))),
+        iv.inside(-1.0, 1.0, iv.falling(math.acos)),
         names=("arccos",),
         triton="arccos({0})",
         cost=2.5,
@@ -322,7 +322,7 @@ _ROWS = [
         "erfc",
         torch.erfc,
         lambda g, y, x: (-(g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi))),),
-        lambda x: iv.neg(_monotone(lambda v: -math.erfc(v), -2.0, 0.0)(x)),
+        iv.falling(math.erfc, 0.0, 2.0),
         triton="erfc({0})",
         cost=2.0,
         fast=3.0,

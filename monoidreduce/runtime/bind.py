@@ -350,7 +350,7 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
     form = domain.form
     if isinstance(domain, Jagged):
         form += ("long",) if _is_long(domain, rows, cols) else ()
-        found = tuple(_sequence(*domain.tensors(), form, rows, cols, k) for k in range(4))
+        found = tuple(_remembered_sequence(*domain.tensors(), form, rows, cols, k) for k in range(4))
     else:
         found = domain.tensors()
         if isinstance(domain, Edges):
@@ -360,7 +360,9 @@ def bind_domain(parameters: Mapping[str, Parameter], values: Mapping[str, Any], 
 
 
 def _make_sequence(*given: Any) -> Tensor:
-    """One of :func:`_make_sequences`, which are made once for the same offsets: these, the form, sizes, and which."""
+    """The tensor number ``place`` of :func:`_make_sequences`, all of which are made once for the same offsets.
+
+    ``given``: the offsets, the domain's form, how many rows and columns there are, and the place."""
     *tensors, form, rows, cols, place = given
     make = functools.partial(_make_sequences, Jagged(*tensors), rows, cols, len(form) > 2)
     if not is_plain(*tensors):
@@ -373,7 +375,7 @@ def _remember_sequence(*given: Any) -> Callable[..., Tensor]:
     return lambda *again: known(*again[:-4])
 
 
-_sequence = recorder.step(_make_sequence, _remember_sequence)
+_remembered_sequence = recorder.step(_make_sequence, _remember_sequence)
 
 
 def _make_sequences(domain: Jagged, rows: int, cols: int, long: bool) -> tuple[Tensor, ...]:

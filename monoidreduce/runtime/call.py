@@ -86,7 +86,7 @@ class CallPlan:
             names, run = _run_reference(traced, sizes, total)
         else:
             names, run, without = _run_by_passes(traced, values, sizes, engine, order is not None, forms, total, out)
-        if looks_up(traced.outputs) and (look := table_range.guard(traced.outputs, sizes)) is not None:
+        if looks_up(traced.outputs) and (look := table_range.make_range_check(traced.outputs, sizes)) is not None:
             run = table_range.check_before(run, look, names)
         aliases = _find_aliases(traced.outputs)
         run = (lambda *given, shared=run: _copy_aliases(shared(*given), aliases)) if aliases else run

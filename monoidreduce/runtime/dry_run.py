@@ -411,8 +411,8 @@ def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.
     """Shape and type of a fold's results. On a GPU, sums of 16-bit vectors are stored in 16 bits, and gradients are
     summed over the batch by their kernels where that leaves enough to do at the same time."""
     if device.type != "cuda":
-        return torch_operator.shapes(fold, list(leaves), sizes)
-    made = torch_operator.narrow_shapes(fold, leaves, sizes)
+        return torch_operator.list_result_forms(fold, list(leaves), sizes)
+    made = torch_operator.list_narrow_result_forms(fold, leaves, sizes)
     if not fold.gradients:
         return made
     pairs = zip(made, fold.outputs, strict=True)

@@ -40,7 +40,7 @@ from .dispatch import apply_settings, are_plain, is_traced, is_transformed, name
 from .program_operator import own_tensors
 from .torch_operator import (
     VALUES,
-    Frame,
+    FixedSizes,
     fix_lengths,
     join_values,
     register_operator,
@@ -112,7 +112,7 @@ class LossRunner:
     def _run_traced(self, given: Sequence[Any], plan: _Plan) -> list[Tensor]:
         numbers = frozenset(n for n, v in zip(self.names, given, strict=True) if not isinstance(v, Tensor))
         wanted = tuple(str(e.attrs[0]) for e in plan.wanted)
-        sums = Sums(self.outputs, self.names, numbers, wanted, self.engine, Frame.of(self.sizes))
+        sums = Sums(self.outputs, self.names, numbers, wanted, self.engine, FixedSizes.of(self.sizes))
         context = _TracedContext(sums, self.sizes, self.step_class, plan)
         return list(_TracedSum.apply(context, *given))[: len(self.outputs)]
 
@@ -296,7 +296,7 @@ class Sums:
     numbers: frozenset[str]  # those of them that are Python numbers
     wanted: tuple[str, ...]
     engine: str
-    frame: Frame
+    frame: FixedSizes
 
     def join_values(self, tensors: Sequence[Any], numbers: Sequence[Any] | None) -> list[Any]:
         """The inputs in their order."""

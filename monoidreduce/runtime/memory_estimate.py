@@ -82,7 +82,7 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
     """The peak of a fold that torch runs: in panels, by branch and bound, or in tiles."""
     fold, leaves, sizes = call.fold, call.leaves, call.sizes
     batch = torch.Size(sizes.batch).numel()
-    results = _sum_bytes(torch_operator.shapes(fold, list(leaves), sizes))
+    results = _sum_bytes(torch_operator.list_result_forms(fold, list(leaves), sizes))
     if choice.schedule == "panel":
         return _add_batch(_run_panels(_take_batch(call, 1), choice), results, batch)
     merged, *_ = evaluate.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])

@@ -38,10 +38,10 @@ from .dispatch import apply_settings, can_record, include_16_bits, need_gradient
 from .replay import ProgramSteps, make_steps
 from .torch_operator import (
     VALUES,
-    Frame,
+    FixedSizes,
     fix_lengths,
     join_values,
-    narrow_shapes,
+    list_narrow_result_forms,
     register_operator,
     split_values,
     unknown_name_error,
@@ -106,7 +106,7 @@ class Program:
         if keep:
             fold = self.lowered.passes[0].fold
             like = [_make_vector(self.out) if e.feature is not None else 0 for e in fold.leaves]
-            made = narrow_shapes(fold, like, sizes)
+            made = list_narrow_result_forms(fold, like, sizes)
             found += [(made[k], contiguous_strides(made[k][0])) for k in self.kept]
         return found
 
@@ -126,7 +126,7 @@ class Call:
 
     program: Program
     engine: str
-    frame: Frame
+    frame: FixedSizes
     keep: bool = False
     needs: tuple[bool, ...] = ()
     given: tuple[bool, ...] = ()
@@ -171,7 +171,7 @@ def _find_call(name: str) -> Call:
 
 def run_forward(program: Program, engine: str, keep: bool, values: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """The outputs, and where ``keep`` the pass's other results, by the operator."""
-    call = Call(program, engine, Frame.of(sizes), keep)
+    call = Call(program, engine, FixedSizes.of(sizes), keep)
     return torch.ops.monoidreduce.program(name(call), *split_values(values)[:2], write_lengths(sizes))
 
 
@@ -186,7 +186,7 @@ def run_gradient(
 ) -> list[Tensor | None]:
     """A gradient for each input that ``needs`` one, by the operator; ``cotangents``: one for each output, or None."""
     given = tuple(g is not None for g in cotangents)
-    call = Call(program, engine, Frame.of(sizes), needs=tuple(needs), given=given)
+    call = Call(program, engine, FixedSizes.of(sizes), needs=tuple(needs), given=given)
     there = [g for g in cotangents if g is not None]
     found = iter(
         torch.ops.monoidreduce.program_gradient(

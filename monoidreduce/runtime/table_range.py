@@ -30,10 +30,10 @@ from ..program.tables import count_out_of_range
 from .autograd import make_stepwise_runner
 from .dispatch import is_untraced
 
-_CHECKS = 256  # numbers of one kind of call whose indices are known to be in range
+_MOST_PASSED = 256  # numbers of one kind of call whose indices are known to be in range
 
 
-def guard(outputs: tuple[Expr, ...], sizes: Sizes) -> Callable[[Mapping[str, Any]], None] | None:
+def make_range_check(outputs: tuple[Expr, ...], sizes: Sizes) -> Callable[[Mapping[str, Any]], None] | None:
     """What must be called with the inputs before a program runs; None where there is nothing to look at.
 
     Raises TableError at once where sizes alone show an index out of range."""
@@ -43,26 +43,26 @@ def guard(outputs: tuple[Expr, ...], sizes: Sizes) -> Callable[[Mapping[str, Any
     pending = [c for c in counts if not _is_inside(c[0], sizes, {})]
     plain = [c for c in pending if not _name_inputs(c)]
     for c in plain:
-        _count(c, replace(sizes, batch=()), {})
+        _refuse_out_of_range(c, replace(sizes, batch=()), {})
     rest = [c for c in pending if c not in plain]
-    return _Guard(rest, sizes) if rest else None
+    return _RangeCheck(rest, sizes) if rest else None
 
 
 def check_part(outputs: tuple[Expr, ...], sizes: Sizes, values: Mapping[str, Any]) -> None:
     """The same of a call over ranks, of which each sees all indices and numbers, but only its own part of tensors."""
     whole = replace(sizes, rows=sizes.of("rows"), cols=sizes.of("cols"), shard=None)
-    found = guard(outputs, whole)
+    found = make_range_check(outputs, whole)
     if found is not None:
         found({n: v for n, v in values.items() if not isinstance(v, Tensor)})
 
 
-class _Guard:
+class _RangeCheck:
     """The lookups of one plan whose indices depend on inputs."""
 
     def __init__(self, counts: list[tuple[Expr, Expr]], sizes: Sizes):
         self.counts, self.sizes = counts, sizes
         self.names = [_name_inputs(c) for c in counts]
-        self.passed: BoundedCache[tuple, bool] = BoundedCache(_CHECKS)
+        self.passed: BoundedCache[tuple, bool] = BoundedCache(_MOST_PASSED)
 
     def __call__(self, values: Mapping[str, Any]) -> None:
         if not is_untraced():
@@ -78,7 +78,7 @@ class _Guard:
             if key is not None and self.passed.find(key, False):
                 continue
             if not _is_inside(c[0], self.sizes, given):
-                _count(c, self.sizes, given)
+                _refuse_out_of_range(c, self.sizes, given)
             if key is not None:
                 self.passed.keep(key, True)
 
@@ -107,7 +107,7 @@ def _is_inside(lookup: Expr, sizes: Sizes, given: Mapping[str, Any]) -> bool:
     return low >= 0 and high < sizes.of(str(table.feature))
 
 
-def _count(count: tuple[Expr, Expr], sizes: Sizes, given: Mapping[str, Any]) -> None:
+def _refuse_out_of_range(count: tuple[Expr, Expr], sizes: Sizes, given: Mapping[str, Any]) -> None:
     """Count the pairs that read beyond a table; raises TableError if there are any."""
     lookup, total = count
     program = compile_program((total,))

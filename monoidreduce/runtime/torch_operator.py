@@ -46,7 +46,7 @@ from .dispatch import FOLDERS
 
 # The sizes of a call as an operator's arguments
 SIZES = "SymInt rows, SymInt cols, SymInt[] batch, str letters, SymInt[] lengths, ScalarType compute, Device device"
-# The values of a call whose other properties have a name (:class:`Frame`), and its lengths
+# The values of a call whose other properties have a name (:class:`FixedSizes`), and its lengths
 VALUES = "Tensor[] tensors, Scalar[]? numbers, SymInt[] lengths"
 _SCHEMA = f"fold(str fold, str engine, Tensor[] leaves, Scalar[]? numbers, int[] places, {SIZES}) -> Tensor[]"
 # Inductor gives the operators tensors with the strides that they were traced with and copies nothing to contiguous;
@@ -70,7 +70,7 @@ def register_operator(schema: str, run: Callable[..., Any], fake: Callable[..., 
 
 def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """Run a fold through the operator: as an engine would be called."""
-    return torch.ops.monoidreduce.fold(name(fold), engine, *split_values(leaves), *write_sizes(sizes))
+    return torch.ops.monoidreduce.fold(name_fold(fold), engine, *split_values(leaves), *write_sizes(sizes))
 
 
 def split_values(values: Sequence[Any]) -> tuple[list[Tensor], list[Any] | None, list[int]]:
@@ -101,15 +101,15 @@ def read_sizes(
     return Sizes(rows, cols, tuple(batch), named, device, compute)
 
 
-class Frame(NamedTuple):
+class FixedSizes(NamedTuple):
     """What is fixed of the sizes of a call in a compiled graph; the lengths are the rest."""
 
     letters: tuple[str, ...]
     compute: torch.dtype
 
     @staticmethod
-    def of(sizes: Sizes) -> Frame:
-        return Frame(tuple(sizes.letters), sizes.compute)
+    def of(sizes: Sizes) -> FixedSizes:
+        return FixedSizes(tuple(sizes.letters), sizes.compute)
 
     def read_lengths(self, lengths: Sequence[int], device: torch.device) -> Sizes:
         """The inverse of :func:`write_lengths`."""
@@ -131,33 +131,33 @@ def fix_lengths(sizes: Sizes) -> Sizes:
     return replace(sizes, rows=rows, cols=cols, batch=tuple(batch), letters=letters)
 
 
-def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
-    known, leaves, sizes = _open_arguments(fold, *given)
+def _run(fold_name: str, engine: str, *given: Any) -> list[Tensor]:
+    fold, leaves, sizes = _open_arguments(fold_name, *given)
     with torch.no_grad(), bounded_cache.allocate_in_own_thread():  # gradients are autograd.py's business
-        found = FOLDERS[engine](known, leaves, sizes)
+        found = FOLDERS[engine](fold, leaves, sizes)
     # kernels hand vectors back in 16 bits and in the memory order of their inputs, others do not: a graph is told one
     # type and one layout for all engines
-    forms = _list_forms(known, engine, leaves, sizes)
-    found = sum_gradients(known, found, leaves, sizes)
+    forms = _list_forms_of_engine(fold, engine, leaves, sizes)
+    found = sum_gradients(fold, found, leaves, sizes)
     return [t.to(dtype).contiguous() for t, (_, dtype) in zip(found, forms, strict=True)]
 
 
-def _make_fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
-    known, leaves, sizes = _open_arguments(fold, *given)
-    forms = _list_forms(known, engine, leaves, sizes)
+def _make_fake(fold_name: str, engine: str, *given: Any) -> list[Tensor]:
+    fold, leaves, sizes = _open_arguments(fold_name, *given)
+    forms = _list_forms_of_engine(fold, engine, leaves, sizes)
     return [torch.empty(shape, dtype=dtype, device=sizes.device) for shape, dtype in forms]
 
 
-def _list_forms(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[Form]:
+def _list_forms_of_engine(fold: Fold, engine: str, leaves: list[Any], sizes: Sizes) -> list[Form]:
     kernels = engine in ("auto", "triton") and settings.kernels_run_on(sizes.device)
-    return narrow_shapes(fold, leaves, sizes) if kernels else shapes(fold, leaves, sizes)
+    return list_narrow_result_forms(fold, leaves, sizes) if kernels else list_result_forms(fold, leaves, sizes)
 
 
 def _open_arguments(
-    fold: str, leaves: list[Tensor], numbers: list[Any] | None, places: list[int], *sizes: Any
+    fold_name: str, leaves: list[Tensor], numbers: list[Any] | None, places: list[int], *sizes: Any
 ) -> tuple:
     """What an engine is called with, from what the operator is: the fold, its leaves and the sizes."""
-    return _find_fold(fold), join_values(leaves, numbers, places), read_sizes(*sizes)
+    return _find_fold(fold_name), join_values(leaves, numbers, places), read_sizes(*sizes)
 
 
 def join_values(tensors: Sequence[Any], numbers: Sequence[Any] | None, places: Sequence[int]) -> list[Any]:
@@ -182,7 +182,7 @@ def _find_fold(name: str) -> Fold:
     return _FOLDS[name]
 
 
-def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
+def list_result_forms(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     """Shape and type of each of a fold's results."""
     return [
         pair_result_form(leaves[fold.leaves.index(r.args[1])], sizes)
@@ -192,9 +192,9 @@ def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     ]
 
 
-def narrow_shapes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Form]:
+def list_narrow_result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Form]:
     """The same where kernels run: sums of 16-bit vectors are stored in 16 bits."""
-    made = shapes(fold, list(leaves), sizes)
+    made = list_result_forms(fold, list(leaves), sizes)
     pairs = zip(fold.leaves, leaves, strict=True)
     vectors = [v.dtype for e, v in pairs if e.feature is not None and isinstance(v, Tensor)]
     narrow = next((d for d in vectors if d in SIXTEEN), None)
@@ -225,12 +225,12 @@ def move_batch_to_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | 
     return found
 
 
-def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
+def _vmap(info: Any, dims: tuple, fold_name: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
     numbers, places, rows, cols, batch, *others = rest
     at = join_values(dims[2], [None] * len(places), places)
-    moved = move_batch_to_front(_find_fold(fold), join_values(leaves, numbers, places), at, info.batch_size)
+    moved = move_batch_to_front(_find_fold(fold_name), join_values(leaves, numbers, places), at, info.batch_size)
     found = torch.ops.monoidreduce.fold(
-        name(keep_batch(_find_fold(fold))),
+        name_fold(keep_batch(_find_fold(fold_name))),
         engine,
         [v for v in moved if isinstance(v, Tensor)],
         numbers,
@@ -247,7 +247,7 @@ torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
 
 
 @functools.lru_cache(maxsize=4096)
-def name(fold: Fold) -> str:
+def name_fold(fold: Fold) -> str:
     """The name of a fold: a digest of its text, node by node.
 
     A graph is told one shape for all engines: gradients are summed over the batch afterwards, by torch. Those of pages

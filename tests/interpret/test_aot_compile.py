@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from monoidreduce.engines.triton.schedules import gluon_parts
-from tests.support.aot_compile import CASES, FAMILIES, STORED_WIDTHS, WIDTHS, calls, count_shared
+from tests.support.aot_compile import ASKED, CASES, FAMILIES, STORED_WIDTHS, WIDTHS, calls, count_shared
 
 # Bytes that may spill, with the Triton of constraints.txt. Two accumulators of 128 x 128, or one of 128 x 256, and the
 # tiles in flight: smaller tiles would not spill, and are 4 to 30 % slower (benchmarks/tiles.py on an H200).
@@ -34,6 +34,7 @@ SPILLS |= {"biased attention over blocks 128": 176}  # its column gradients
 WIDE = tuple(f"attention {d}" for d in {*WIDTHS, *STORED_WIDTHS} if d > 128)  # for Hopper alone
 STAGED = {  # whose forward is hand-scheduled
     *(f"{name} {d}" for d in WIDTHS if d > 64 for name in ("attention", "causal attention")),
+    *(case.name for case in ASKED),
     *(f"{name} {d}" for d in STORED_WIDTHS for name in ("FP8 attention", "FP8 causal attention")),
     "wide contractions",
     "wide contrastive",

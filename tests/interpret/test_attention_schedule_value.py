@@ -12,13 +12,15 @@ from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.engines.triton.schedules.resident import attention
 from monoidreduce.engines.triton.schedules.resident.attention import AttentionSchedule
 from tests.support import gluon_simulator
+from tests.support.aot_compile import CASES as COMPILED
+from tests.support.aot_compile import calls
 from tests.support.warp_specialised_attention_cases import CASES, check
 
 SCHEDULES = {
     "smaller blocks, deeper ring": AttentionSchedule(widest=128, groups=2, folded=64, ring=4, registers=(232, 40)),
     "three groups": AttentionSchedule(widest=128, groups=3, folded=64, ring=3, registers=(160, 160, 24)),
     "one group": AttentionSchedule(widest=128, groups=1, folded=128, ring=2, registers=(40,)),
-}
+} | {str(s.tile): s for s in attention.SCHEDULES if not s.runs_by_default and s.widest == 128}
 TRIED = ["300x385", "385x300 causal", "300x300 causal, softcap", "300x600 alibi_slopes", "200x300 dropout_p, seed"]
 
 
@@ -44,9 +46,7 @@ def test_another_tile_by_one_value(case, schedule, monkeypatch, tmp_path):
     assert {call.kernel.text.count("(consumer, (") for call in seen} == {schedule.groups}
 
 
-NARROW = AttentionSchedule(
-    widest=64, groups=3, folded=64, ring=4, registers=(160, 160, 24), above=64, above_with_tables=64
-)
+NARROW = AttentionSchedule(widest=64, groups=3, folded=64, ring=4, registers=(160, 160, 24), above=64)
 
 
 @pytest.fixture
@@ -82,11 +82,27 @@ def test_a_plan_for_a_kernel_that_there_is_not_says_so(narrow, monkeypatch):
 @pytest.mark.parametrize("tables", [False, True])
 def test_the_widths_of_each_schedule(tables):
     """The first that is wide enough runs, above the widths that the compiler's schedule is faster for."""
-    for one, narrower in zip(attention.SCHEDULES, (0, *(s.widest for s in attention.SCHEDULES)), strict=False):
+    schedules = [s for s in attention.SCHEDULES if s.runs_by_default]
+    widths = [s.widest for s in schedules]
+    for one, narrower in zip(schedules, (0, *widths), strict=False):
         assert max(one.above_with_tables if tables else one.above, narrower) < one.widest
-    assert [s.widest for s in attention.SCHEDULES] == sorted(s.widest for s in attention.SCHEDULES)
-    first = attention.SCHEDULES[0]
-    assert (first.above, first.above_with_tables, attention.SCHEDULES[-1].widest) == (64, 32, 256)
+    assert widths == sorted(widths)
+    assert (schedules[0].above, schedules[0].above_with_tables, widths[-1]) == (64, 32, 256)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_of_values_with_as_many_kept_indices_a_plan_gets_the_one_that_it_names(first, monkeypatch):
+    """Whatever their order; by default, with tables too, the one that is for plans alone does not run."""
+    default = attention.SCHEDULES[0]
+    asked = replace(default, folded=64, ring=4, registers=(224, 40), above=128)
+    seen, write = [], attention.write_kernel
+    monkeypatch.setattr(attention, "write_kernel", lambda spec, *more: seen.append(spec) or write(spec, *more))
+    calls(next(c for c in COMPILED if c.name == "relative attention 128"), 90)
+    spec = next(spec for spec in seen if spec.fold.tables and attention.find_schedule(spec))
+    monkeypatch.setattr(attention, "SCHEDULES", (asked, default) if first else (default, asked))
+    assert attention.find_schedule(spec) == default
+    assert attention.find_schedule(spec, asked.tile) == asked
+    assert attention.find_schedule(spec, (128, 32, 4, 4)) == replace(default, folded=32, ring=4)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen import kernel_text
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module
@@ -278,10 +278,25 @@ def _paged(dtype: torch.dtype, rows: int = 1) -> tuple:
 
 
 # Features of heads: what every GPU runs, and one width of every hand-scheduled attention.
-WIDTHS = sorted({64, 128} | {s.widest for s in hand_scheduled.SCHEDULES})
+WIDTHS = sorted({64, 128} | {s.widest for s in hand_scheduled.SCHEDULES if s.runs_by_default})
 STORED_WIDTHS = sorted({s.widest for s in (*hand_scheduled.STORED_SCHEDULES, *hand_scheduled.CUT_SCHEDULES)})
 
+# Tiles of attention that run where a plan asks for them: as "attention 128, tile 192 x 64".
+ASKED = [
+    Case(
+        f"{name} {s.widest}, tile {s.kept} x {s.folded}",
+        forward(op),
+        _qkv(s.widest, 4),
+        hopper=True,
+        plans=(("cols", KernelPlan(*s.tile, splits=1, rendering=Rendering.HAND_SCHEDULED)),),
+    )
+    for s in hand_scheduled.SCHEDULES
+    if not s.runs_by_default
+    for name, op in (("attention", attention), ("causal attention", causal_attention))
+]
+
 CASES = [
+    *ASKED,
     *(Case(f"attention {d}", attention, _qkv(d, 4), hopper=d not in (64, 128)) for d in WIDTHS),
     *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4), hopper=d not in (64, 128)) for d in WIDTHS),
     *(Case(f"grouped heads {d}", grouped_heads, _projected(d)) for d in (64, 128)),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoidreduce.reductions import KINDS
+from monoidreduce.reductions import KINDS, Reduction
 from tests.support import logmeanexp, mean_square
 
 CASES: dict[str, ModuleType] = {case.KIND.name: case for case in (logmeanexp, mean_square)}
@@ -23,12 +23,13 @@ NAMES = [(name, op) for name, case in CASES.items() for op in case.OPS]
 @contextlib.contextmanager
 def planted() -> Iterator[None]:
     """Their rows in the table of kinds."""
+    before = dict(KINDS)
     KINDS.update({name: case.KIND for name, case in CASES.items()})
     try:
         yield
     finally:
-        for name in CASES:
-            del KINDS[name]
+        KINDS.clear()
+        KINDS.update(before)
 
 
 def problem(rows: int = 37, cols: int = 83, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -47,6 +48,17 @@ def with_gradients(function: Any, args: Sequence[Tensor]) -> list[Tensor]:
 
 def cotangent(length: int) -> Tensor:
     return torch.cos(torch.arange(length, dtype=torch.float64))
+
+
+def count_fields(name: str) -> int:
+    """How many fields the reductions of a kind have."""
+    passes = CASES[name].by_rows.program(*problem()).passes
+    return next(len(r.args) for p in passes for r in p.fold.reductions if r.attrs[0] == name)
+
+
+def has_absent(kind: Reduction) -> bool:
+    """True for a kind that calls over lists of columns may use."""
+    return type(kind).absent is not Reduction.absent
 
 
 def truth(name: str, op: str, args: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from monoidreduce.engines.triton.schedules.resident import attention
 
 def shipped(width: int) -> attention.AttentionSchedule:
     """The schedule that 16-bit heads of so many features have."""
-    return next(s for s in attention.SCHEDULES if width <= s.widest)
+    return next(s for s in attention.SCHEDULES if width <= s.widest and s.runs_by_default)
 
 
 BY_TURNS = {"cols": KernelPlan(*shipped(128).tile, splits=1, rendering=Rendering.HAND_SCHEDULED)}

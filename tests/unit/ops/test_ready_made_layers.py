@@ -1,6 +1,7 @@
 """The ready-made layers in all pairs of their options: values, gradients, precision, memory."""
 
 import math
+import re
 import warnings
 from functools import partial
 
@@ -11,9 +12,11 @@ from torch.testing import assert_close
 
 import monoidreduce as mr
 from monoidreduce import ops
+from tests.support import ROOT
 from tests.support.allocations import usage
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, run, use_small_tiles
 from tests.support.ready_made_layers import CHAMFER, CONTRASTIVE, KERNEL_SUM, READY, near
+from tests.support.vocabulary_heads import FUNCTIONS
 
 FLOAT64 = torch.float64
 
@@ -29,6 +32,24 @@ def shown(sample):
 
 SAMPLES = {ready: ready.samples() for ready in READY}
 ALL = [pytest.param(r, s, id=f"{r}-{shown(s)}") for r in READY for s in SAMPLES[r]]
+
+
+# Older names, what makes arguments, and layers with tests of their own, beside plain torch too
+APART = (
+    "attention attention_decode attention_kl attention_paged attention_statistics cross_entropy "
+    "cross_entropy_distributions cross_entropy_given document_ids entropy graph_attention lightning_indexer "
+    "max_pool_product rerank sample sampled_cross_entropy select_blocks selected_attention sinkhorn"
+)
+
+
+def test_every_layer_is_compared_with_plain_torch():
+    listed = {ready.name for ready in READY} | set(FUNCTIONS)
+    assert sorted(listed | {*APART.split()}) == sorted(name for name in ops.__all__ if name.islower())
+
+
+def test_the_page_of_layers_names_all_functions_and_modules():
+    page = set(re.findall(r"\w+", (ROOT / "docs/layers.md").read_text(encoding="utf-8")))
+    assert not {*(name for name in ops.__all__ if name.islower()), *mr.nn.__all__} - page
 
 
 @pytest.mark.parametrize("ready", READY, ids=repr)

@@ -1,5 +1,7 @@
 """A kind of reduction in one file, with one row in the table, runs on every engine that needs no kernels."""
 
+import functools
+
 import pytest
 import torch
 
@@ -58,14 +60,34 @@ def test_second_derivatives(name):
 def test_results_of_parts_combine(name, empty):
     x = torch.randn(1, 3, 50).double()
     x[:, 1, :20] = -torch.inf
-    leaf = node("leaf", (), ("x",), rows=True, cols=True, feature=None, dtype="float")
-    fold = Fold((leaf,), (reduce_node(name, "cols", (), (leaf,)),))
+    rest = [torch.ones_like(x)] * (new.count_fields(name) - 1)
+    leaves = [
+        node("leaf", (), (f"x{k}",), rows=True, cols=True, feature=None, dtype="float") for k in range(len(rest) + 1)
+    ]
+    fold = Fold(tuple(leaves), (reduce_node(name, "cols", (), tuple(leaves)),))
     lengths = [20, 0, 30] if empty else [20, 30]
-    parts = x.split(lengths, dim=-1)
-    dense = lambda part: KINDS[name].dense([part], [False], "cols", (), part.shape[-1])
+    parts = zip(*(t.split(lengths, dim=-1) for t in (x, *rest)), strict=True)
+    dense = lambda fields: KINDS[name].dense([*fields], [False] * len(fields), "cols", (), fields[0].shape[-1])
     stacked = [torch.stack([t.squeeze(-1) for t in ts]) for ts in zip(*map(dense, parts), strict=True)]
-    for found, right in zip(combine.combine(fold, stacked, lengths), dense(x), strict=True):
+    for found, right in zip(combine.combine(fold, stacked, lengths), dense((x, *rest)), strict=True):
         torch.testing.assert_close(found, right.squeeze(-1))
+
+
+@pytest.mark.parametrize("name", [n for n, case in new.CASES.items() if new.has_absent(case.KIND)])
+@pytest.mark.parametrize("engine", ["reference", "eager", "panel", "auto"])
+def test_lists_of_columns(engine, name):
+    """Each row folds columns of its own, one of them twice."""
+    lists, case = torch.stack([torch.randint(83, (6,)) for _ in range(37)]), new.CASES[name]
+    lists[:, 0] = lists[:, 1]
+
+    def plain(x, y, b):
+        rows = [case.plain("by_rows", x[i : i + 1], y[cols], b[cols]) for i, cols in enumerate(lists)]
+        return [torch.cat(found) for found in zip(*rows, strict=True)]
+
+    with mr.use(engine=engine):
+        found = new.with_gradients(functools.partial(case.by_rows, cols=mr.edges.from_neighbours(lists)), new.problem())
+    for got, right in zip(found, new.with_gradients(plain, new.problem()), strict=True):
+        torch.testing.assert_close(got, right)
 
 
 @pytest.mark.parametrize("name", new.CASES)

@@ -283,7 +283,7 @@ def test_names_of_folds_are_their_text():
         return mr.softmax_mean(a @ b * s, c)
 
     one, two, three = (
-        torch_operator.name(p.passes[0].fold)
+        torch_operator.name_fold(p.passes[0].fold)
         for p in (attention.program(q, k, v, 0.3), again.program(q, k, v, 0.3), own_monoid.program(q, k, v))
     )
     assert one == two != three

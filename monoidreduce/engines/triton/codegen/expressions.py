@@ -181,12 +181,12 @@ class ExpressionWriter:
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
             self.products(*e.args)  # before the condition: its mask would take registers during the products
         if e.op == "coin":
-            return self.primitive(e, [*map(self.number, e.args[:2]), self.block_of(e.args[2])])
+            return self.primitive(e, [*map(self.number, e.args[:2]), self.dropout_block(e.args[2])])
         if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
             return self._divide_by_one_factor(e)
         return self.primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
 
-    def block_of(self, col: Expr) -> str:
+    def dropout_block(self, col: Expr) -> str:
         """Which block of 128 columns a column is in, for dropout: one number where a tile lies in one block."""
         if col.op != "col_index":
             return f"({self.number(col)} >> 7)"

@@ -201,10 +201,10 @@ def write_products(v: ExpressionWriter, e: Expr, f: str) -> str:
     if v.spec.listed:
         raise Unsupported("products of several vectors over lists of columns")
     kept, folded = e.args[::-1] if v.spec.folds(e.args[0]) else e.args
-    return f"tl.dot({block_of(v, kept, f)}, tl.trans({block_of(v, folded, f)}){v.options()})"
+    return f"tl.dot({load_one_vector(v, kept, f)}, tl.trans({load_one_vector(v, folded, f)}){v.options()})"
 
 
-def block_of(v: ExpressionWriter, e: Expr, f: str) -> str:
+def load_one_vector(v: ExpressionWriter, e: Expr, f: str) -> str:
     """Vector ``f`` of several, as a block ``[axis, features]``; of one vector, its block."""
     if not are_several(e):
         return v.block(e)

@@ -306,7 +306,7 @@ class ListedWriter(ExpressionWriter):
         super().__init__(spec)
         self.listed = spec.listing
 
-    def block_of(self, col: Expr) -> str:
+    def dropout_block(self, col: Expr) -> str:
         return f"({self.number(col)} >> 7)"
 
     def index_gap(self, at: str) -> str:

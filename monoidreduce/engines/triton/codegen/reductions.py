@@ -14,7 +14,7 @@ from ....program.several import MIX, OUTER, is_product
 from ....reductions import kind_of, outputs_of
 from ....reductions.base import Lines, Tools
 from .expressions import ExpressionWriter
-from .k_loop import block_of
+from .k_loop import load_one_vector
 from .kernel_spec import TINY, WIDEST, Slices, Spec, Unsupported, literal, pad_width, widen
 
 # Running sums in a kernel: of numbers, of few features one by one, of vectors by matrix products.
@@ -26,7 +26,7 @@ from .kernel_spec import TINY, WIDEST, Slices, Spec, Unsupported, literal, pad_w
 # them visible to all threads of the instance, which may load other elements than they stored.
 
 
-class Accumulator:
+class RunningSum:
     """A running sum of a number or a vector: one block, or one number per feature where features are few."""
 
     def __init__(self, name: str, feature: Any, dtype: str, v: ExpressionWriter, lanes: bool):
@@ -37,7 +37,7 @@ class Accumulator:
         self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
         self.delayed_vector: Expr | None = None  # the vectors of products that wait for the next tile
         self.slices: Slices = ((0, 0),)  # of a vector's features, each of which has a block
-        self.apart: Expr | None = None  # kept vectors, to which the sum of all weights is added at the end
+        self.gap_vector: Expr | None = None  # of Σ weight (x - y) the kept side, times the sum of weights at the end
         if feature is not None and not self.tiny:
             v.lane(feature)
             self.slices = v.spec.slices(feature)
@@ -70,8 +70,9 @@ class Accumulator:
         return f"{self.name}_late = ({weight}).to(tl.{self.v.operand_type()})"
 
     @property
-    def _raised(self) -> bool:
-        """Whether the sum is 2¹⁴ times too large: weights are at most 1, and float16 would lose small ones."""
+    def _scales_weights(self) -> bool:
+        """True when weights, and so the sum, are held 2¹⁴ times as large: they are at most 1, and float16 would lose
+        small ones."""
         return self.v.spec.multiplies_in_float16 and self.feature is not None
 
     @property
@@ -87,11 +88,11 @@ class Accumulator:
         lines = [f"{n} = tl.zeros({shape}, {self.kind})" for n, shape in zip(self.names, shapes, strict=True)]
         late = f"{self.name}_late = tl.zeros([KEPT, FOLDED], tl.{self.v.operand_type()})"
         lines += [late] if self.delayed_vector is not None else []
-        return [*lines, f"{self.name}_mass = tl.zeros([KEPT], {self.kind})"] if self.apart is not None else lines
+        return [*lines, f"{self.name}_mass = tl.zeros([KEPT], {self.kind})"] if self.gap_vector is not None else lines
 
     def scale(self, factor: str) -> list[str]:
         block = self.feature is not None and not self.tiny
-        mass = [f"{self.name}_mass *= {factor}"] if self.apart is not None else []
+        mass = [f"{self.name}_mass *= {factor}"] if self.gap_vector is not None else []
         return [*(f"{n} *= {factor}[:, None]" if block else f"{n} *= {factor}" for n in self.names), *mass]
 
     def add(self, c: Contraction, weight: str | None) -> None:
@@ -123,7 +124,7 @@ class Accumulator:
         if v.spec.pieces:
             v.inside.append(f"{self.name} += weighted_thirds({weight}, {v.split_blocks(vector)})")
             return
-        weight = f"{weight} * {_RAISED}" if self._raised else weight
+        weight = f"{weight} * {_WEIGHT_SCALE}" if self._scales_weights else weight
         if kind != v.spec.compute:
             weight = f"{weight}.to(tl.{kind})" if weight.isidentifier() else f"({weight}).to(tl.{kind})"
         if len(self.slices) > 1:
@@ -159,7 +160,7 @@ class Accumulator:
         weight = v.bind((weight, "gap"), weight, True)
         signed = f"{'-' if sign > 0 else ''}{weight}"
         if v.spec.pieces or v.spec.narrow:
-            self.apart, self.sign = kept, "+" if sign > 0 else "-"
+            self.gap_vector, self.sign = kept, "+" if sign > 0 else "-"
             v.inside.append(f"{self.name}_mass += tl.sum({weight}, 1)")
             self._product(signed, folded)
             return
@@ -171,15 +172,15 @@ class Accumulator:
         self._product(signed, folded, other)
 
     def result(self) -> list[str]:
-        if self.apart is not None:
-            kept = [_reload_kept(self.v, self.apart, at) for at in self.slices]
+        if self.gap_vector is not None:
+            kept = [_reload_kept(self.v, self.gap_vector, at) for at in self.slices]
             return [f"({n} {self.sign} {self.name}_mass[:, None] * {k})" for n, k in zip(self.names, kept, strict=True)]
-        if self._raised:
-            return [f"({n} * {1 / _RAISED!r})" for n in self.names]
+        if self._scales_weights:
+            return [f"({n} * {1 / _WEIGHT_SCALE!r})" for n in self.names]
         return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
 
 
-_RAISED = 2.0**14
+_WEIGHT_SCALE = 2.0**14
 
 
 def _reload_kept(v: ExpressionWriter, e: Expr, at: tuple[int, int]) -> str:
@@ -242,7 +243,7 @@ def _is_outer(c: Contraction) -> bool:
 
 
 class StoredSum:
-    """A running sum in the result's memory, with the methods of ``Accumulator`` that a sum calls."""
+    """A running sum in the result's memory, with the methods of ``RunningSum`` that a sum calls."""
 
     tiny, delayed_vector = False, None
 
@@ -297,7 +298,7 @@ class StoredSum:
             operand = v.bind((self.name, "operand"), f"({one}).to(tl.{v.operand_type()})", True)
             place = v.bind((self.name, "place"), f"{at} + {each} * {self.width}", True)
             old = v.bind((self.name, "old"), f"tl.load({place}, mask={mask}, other=0)", True)
-            new = f"tl.dot({operand}, {block_of(v, vectors, each)}, acc={old}{v.options()})"
+            new = f"tl.dot({operand}, {load_one_vector(v, vectors, each)}, acc={old}{v.options()})"
             v.inside.append(f"tl.store({place}, {new}, mask={mask})")
         v.inside.append("tl.debug_barrier()")
 
@@ -330,7 +331,7 @@ def add_mixed(total: Any, e: Expr) -> None:
             return
         operand = v.bind((total.name, "operand"), f"({one}).to(tl.{v.operand_type()})", True)
         v.inside.append(
-            f"{total.name} = tl.dot({operand}, {block_of(v, vectors, each)}, acc={total.name}{v.options()})"
+            f"{total.name} = tl.dot({operand}, {load_one_vector(v, vectors, each)}, acc={total.name}{v.options()})"
         )
 
 
@@ -341,8 +342,8 @@ def add_mixed(total: Any, e: Expr) -> None:
 # n]`` and vectors ``[..., n, features]``, which folds a tile as a tree of halves.
 
 # Features of all vectors of a pair, with their padding: tiles of more are one row, or do not fit in registers.
-MOST = 256
-MOST_OF_OLD = 64  # with a Triton whose products need 16 rows, which 128 features leave no registers for
+MOST_PAIR_FEATURES = 256
+MOST_PAIR_FEATURES_OF_OLD = 64  # with a Triton whose products need 16 rows, which 128 features leave no registers for
 
 
 class BlockFunctionWriter(ExpressionWriter):
@@ -453,7 +454,7 @@ class LabelColumnWriter(ExpressionWriter):
             return f"tl.sum({vectors}, 1)[:, None]"
         return super()._text(e)
 
-    def block_of(self, col: Expr) -> str:
+    def dropout_block(self, col: Expr) -> str:
         return f"({self.number(col)} >> 7)"
 
     def _gather_vectors(self, e: Expr) -> str:
@@ -479,7 +480,7 @@ class LabelColumnWriter(ExpressionWriter):
 
 TOOLS = Tools(
     writer=ExpressionWriter,
-    running_sum=Accumulator,
+    running_sum=RunningSum,
     stored_sum=lambda name, r, v: StoredSum(name, r, v) if is_stored(r) else None,
     move_factors=move_factors_to_weight,
     reads_one_pair=can_read_one_column,
@@ -496,12 +497,12 @@ def make_lines(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) ->
     """The lines of a reduction; raises Unsupported where its kind has none."""
     kind = kind_of(reduction)
     if not (kind.per_pair and v.spec.listed):  # a number for each entry of lists is stored where it is computed
-        _check(reduction)
+        _refuse_without_kernel(reduction)
     if not _has_pair_vectors(reduction):
         return kind.lines(kind, place, reduction, scale, v, TOOLS)
     assert kind.vector_lines is not None
     lines = kind.vector_lines(kind, place, reduction, scale, v, TOOLS)
-    most = MOST if v.spec.small_products else MOST_OF_OLD
+    most = MOST_PAIR_FEATURES if v.spec.small_products else MOST_PAIR_FEATURES_OF_OLD
     if v.pair_features > most:
         raise Unsupported(f"a monoid's vectors of more than {most} features, with their padding")
     return lines
@@ -513,7 +514,7 @@ def make_row_lines(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
     A row of a panel is long and its tiles are wide. Reducing every tile would make all warps wait for each other
     several times a tile; kinds that can do so keep running values per lane, and join them at the end."""
     kind = kind_of(reduction)
-    _check(reduction)
+    _refuse_without_kernel(reduction)
     if _has_pair_vectors(reduction):
         raise Unsupported("a monoid with vector fields, on a panel")
     return (kind.lane_lines or kind.lines)(kind, place, reduction, ONE, v, TOOLS)
@@ -524,7 +525,7 @@ def _has_pair_vectors(reduction: Expr) -> bool:
     return kind_of(reduction).vector_lines is not None and any(a.feature is not None for a in reduction.args)
 
 
-def _check(reduction: Expr) -> None:
+def _refuse_without_kernel(reduction: Expr) -> None:
     reason = kind_of(reduction).no_kernel(reduction)
     if reason:
         raise Unsupported(reason)

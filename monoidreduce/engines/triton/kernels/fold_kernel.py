@@ -512,7 +512,7 @@ class FoldLaunch:
         device and a smaller one was prepared; call again."""
         arguments, _kept = self._arguments(leaves, merged)
         if self.relaunch is None:
-            return self._first([*outputs, *arguments], merged)
+            return self._compile_and_launch([*outputs, *arguments], merged)
         self.relaunch(*outputs, *arguments)
         return True
 
@@ -597,7 +597,7 @@ class FoldLaunch:
         found = self.conversions.convert(values, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
-    def _first(self, arguments: list[Any], merged: Merged) -> bool:
+    def _compile_and_launch(self, arguments: list[Any], merged: Merged) -> bool:
         """Compile and launch; False if it did not fit the device and a smaller plan was prepared."""
         try:
             self.relaunch = execute(

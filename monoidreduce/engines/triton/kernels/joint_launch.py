@@ -34,13 +34,12 @@ from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
 from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves, Merged, Then
 from .split_combine import CombiningLaunch
 
-_RANK = 4  # batch dimensions of a result, after merging
+_BATCH_DIMS = 4  # of a result, after merging
 _NOBODY = 2**30  # the first column tile of rows that no tile visits
-# The tiles of one batch element that start together wait for each other, each about as long as a step takes. With C
-# batch elements these are P / C on P multiprocessors, each of which has C x tiles x steps / P steps in all: so many
-# times as many as it waits for.
-_STEPS = 16
-_BESIDE = 16  # batch elements whose tiles are launched side by side
+# Of C batch elements on P multiprocessors P / C tiles of each start together, and the last of these waits P / C steps
+# for its turn to add. A multiprocessor has C x tiles x steps / P steps in all: at least so many times what it waits.
+_STEPS_PER_WAIT = 16
+_ELEMENTS_BESIDE = 16  # batch elements whose tiles are launched side by side
 _TEXT = """@triton.jit
 def set_counters(buffer, first, blocks, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +78,8 @@ _kernels = Kernels("Sums of rows that column tiles add up in order: counters bef
 
 
 class JointLaunch(FoldLaunch):
-    """The launch of a fold over rows (``own``) that makes the sum over columns of ``other`` too.
+    """The launch of a fold over rows (``own``: gradients of keys and values) that makes the sum over columns of
+    ``other`` (the gradient of queries) too.
 
     Raises Unsupported where there is none."""
 
@@ -155,18 +155,18 @@ class JointLaunch(FoldLaunch):
         rows = start + self.counters * 2 * PART
         self.allocate_buffer = Allocator(((rows * PART,), torch.int32), self.sizes.device)
         self.joint_descriptor = descriptors.make_buffer_descriptor(rows, PART, PART, self.sizes.device)
-        self.first = self._find_first()
-        beside = min(_BESIDE, self.count)
+        self.first_tiles = self._find_first_tiles()
+        beside = min(_ELEMENTS_BESIDE, self.count)
         self.joint_numbers = (start, self.count, beside)
         layout = self.other.find_layout(self.other.fold.outputs[0])
         width = self.schedule.features
         steps = [math.prod(self.batch[k + 1 :]) * self.lengths[1] * width for k in range(len(self.batch))]
         *steps, step = layout.steps if layout is not None else (*steps, width)
-        missing = _RANK - len(self.batch)
+        missing = _BATCH_DIMS - len(self.batch)
         sizes, strides = [*(1,) * missing, *self.batch][1:], [*(0,) * missing, *steps]
         self.rounding = (start, self.blocks_of_rows, self.lengths[1], *sizes, *strides, step)
 
-    def _find_first(self) -> Tensor:
+    def _find_first_tiles(self) -> Tensor:
         """The first column tile that adds to each block of rows, by the order in which tiles are launched."""
         if not self.spec.bounds:
             return torch.zeros(self.blocks_of_rows, dtype=torch.int32, device=self.sizes.device)
@@ -186,15 +186,15 @@ class JointLaunch(FoldLaunch):
         return first.to(self.sizes.device, torch.int32)
 
     def _set_counters(self, buffer: Tensor) -> Any:
-        grid, given = (-(-self.counters // 1024),), (buffer, self.first, self.blocks_of_rows, self.counters)
+        grid, given = (-(-self.counters // 1024),), (buffer, self.first_tiles, self.blocks_of_rows, self.counters)
         return _kernels("set_counters", grid, given, dict(BLOCK=1024))
 
     def _round(self, out: Tensor, buffer: Tensor, leaves: Sequence[Any]) -> Any:
         constants = dict(ROWS=self.schedule.rows, FEATURES=self.schedule.features, PART=PART, NOBODY=_NOBODY)
         constants |= dict(SCALED=self.row_scale is not None, DECAYED=self.decay is not ONE)
         numbers = [leaves[self.fold.leaves.index(e)] for e in self._row_numbers()]
-        numbers += [self.first] * (2 - len(numbers))  # never read
-        given = (out, buffer, self.first, *numbers, *self.rounding)
+        numbers += [self.first_tiles] * (2 - len(numbers))  # never read
+        given = (out, buffer, self.first_tiles, *numbers, *self.rounding)
         return _kernels("round_sums", (self.counters,), given, constants)
 
     def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
@@ -207,12 +207,11 @@ class JointLaunch(FoldLaunch):
         self._set_counters(buffer)
         arguments, _kept = self._arguments(leaves, merged)
         sums = descriptors.replace_base(self.joint_descriptor, buffer.view(torch.float32))
-        arguments += [buffer, self.first, *self.joint_numbers, sums]
+        arguments += [buffer, self.first_tiles, *self.joint_numbers, sums]
         if self.relaunch is None:
-            self._first([*outputs, *arguments], merged)
+            self._compile_and_launch([*outputs, *arguments], merged)
         else:
-            arguments[-6] = buffer.data_ptr()
-            arguments[-5] = self.first.data_ptr()
+            arguments[-6:-4] = buffer.data_ptr(), self.first_tiles.data_ptr()  # before numbers and descriptor
             self.relaunch(*outputs, *arguments)
         self._round(out, buffer, leaves)
         return [*outputs, out]
@@ -222,13 +221,13 @@ class JointLaunch(FoldLaunch):
         if found is None:
             return None
         at = len(self.fold.leaves) + len(self.shifts)
-        joint = (Leaf(at, True), self.first, *self.joint_numbers, DescriptorOf(at, self.joint_descriptor))
+        joint = (Leaf(at, True), self.first_tiles, *self.joint_numbers, DescriptorOf(at, self.joint_descriptor))
         return found._replace(arguments=(*found.arguments, *joint))
 
     def make_sum_recipe(self) -> Recipe | None:
         buffer = self.allocate_buffer()
         relaunch = self._set_counters(buffer)
-        arguments = (self.first, self.blocks_of_rows, self.counters)
+        arguments = (self.first_tiles, self.blocks_of_rows, self.counters)
         return None if relaunch is None else Recipe(relaunch, ((tuple(buffer.shape), buffer.dtype),), arguments)
 
     def list_combining_launches(self) -> list[CombiningLaunch] | None:
@@ -237,8 +236,8 @@ class JointLaunch(FoldLaunch):
         relaunch = self._round(out, self.allocate_buffer(), [like] * len(self.fold.leaves))
         at = len(self.fold.outputs)
         numbers: list[Any] = [Leaf(at + 1 + self.fold.leaves.index(e), True) for e in self._row_numbers()]
-        numbers += [self.first] * (2 - len(numbers))
-        arguments = (Leaf(at, True), self.first, *numbers, *self.rounding)
+        numbers += [self.first_tiles] * (2 - len(numbers))
+        arguments = (Leaf(at, True), self.first_tiles, *numbers, *self.rounding)
         made = Recipe(relaunch, tuple(self.other.outputs), arguments, tuple(self.other.strides))
         return None if relaunch is None else [CombiningLaunch(made, (at,))]
 
@@ -263,7 +262,7 @@ def _keeps_busy(launch: FoldLaunch, count: int, schedule: JointSchedule) -> bool
     """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
     tiles, processors = -(-launch.lengths[0] // KEPT), hardware.count_processors(launch.sizes.device)
     steps = -(-launch.lengths[1] // schedule.rows) * (math.prod(launch.batch) // max(count, 1))
-    return count * tiles >= processors and count**2 * tiles * steps >= _STEPS * processors**2
+    return count * tiles >= processors and count**2 * tiles * steps >= _STEPS_PER_WAIT * processors**2
 
 
 def _find_decay(weight: Expr, other: Expr) -> Expr | None:
@@ -292,7 +291,7 @@ def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
         and not other.spec.split
         and not any(layout is not None and layout.summed for layout in layouts)
         and all(r.attrs[0] == "sum" for one in (own, other) for r in one.fold.reductions)
-        and len(own.batch) <= _RANK
+        and len(own.batch) <= _BATCH_DIMS
         and _keeps_busy(own, own.count, schedule)
     )
     return schedule if joins else None

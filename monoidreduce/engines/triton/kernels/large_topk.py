@@ -30,9 +30,9 @@ from ..codegen.kernel_spec import power_of_two
 from ..launch.jit_module import Kernels
 
 Run = Callable[[Fold, list[Any], Sizes], list[Tensor]]
-_LEAST = 4  # times k: columns of a panel, if memory is short
-_QUARTER = 4  # panels, at least, where all pairs would take more than
-_LITTLE = 2**26  # so many bytes: no call holds all pairs of a large problem at once
+_LEAST_COLUMNS = 4  # of a panel, times k, if memory is short
+_LEAST_PANELS = 4  # where all pairs would take more than
+_PANEL_BYTES = 2**26  # bytes: no call holds all pairs of a large problem at once
 
 
 @functools.lru_cache(maxsize=1024)
@@ -70,17 +70,17 @@ def _select(fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run) -> list[Te
     (r,) = fold.reductions
     over = r.attrs[1]
     kept, folded = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
-    engine = functools.partial(_select_once, launch=launch)
-    step, length = _choose_panel_shape(r, sizes, kept, folded)
-    if step >= kept and length >= folded:
-        return engine(fold, leaves, sizes)
+    select_block = functools.partial(_select_once, launch=launch)
+    panel_kept, panel_folded = _choose_panel_shape(r, sizes, kept, folded)
+    if panel_kept >= kept and panel_folded >= folded:
+        return select_block(fold, leaves, sizes)
     parts = []
-    for first in range(0, kept, step):
-        own, states = slice(first, min(first + step, kept)), []
-        for start in range(0, folded, length):
-            other = slice(start, min(start + length, folded))
+    for first in range(0, kept, panel_kept):
+        own, states = slice(first, min(first + panel_kept, kept)), []
+        for start in range(0, folded, panel_folded):
+            other = slice(start, min(start + panel_folded, folded))
             rows, cols = (own, other) if over == "cols" else (other, own)
-            states += run_block(fold, leaves, sizes, rows, cols, engine)
+            states += run_block(fold, leaves, sizes, rows, cols, select_block)
         parts.append(combine.close_state(r, combine.merge_states(r, states)))
     return [torch.cat(ts, len(sizes.batch)) for ts in zip(*parts, strict=True)]
 
@@ -90,11 +90,11 @@ def _select_once(fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run) -> li
     (r,) = fold.reductions
     _, over, (k, largest) = r.attrs
     (panel,) = launch(write_pairs(fold), leaves, sizes)
-    there = min(k, sizes.here(over))
-    found = select(panel.flatten(0, -2), there, largest, sizes.compute)
-    values, places = (t.view(*panel.shape[:-1], there) for t in found)
-    if there < k:
-        rest = (*panel.shape[:-1], k - there)
+    found_count = min(k, sizes.here(over))
+    found = select(panel.flatten(0, -2), found_count, largest, sizes.compute)
+    values, places = (t.view(*panel.shape[:-1], found_count) for t in found)
+    if found_count < k:
+        rest = (*panel.shape[:-1], k - found_count)
         values = torch.cat([values, values.new_full(rest, worst(values.dtype, largest))], -1)
         places = torch.cat([places, places.new_full(rest, -1)], -1)
     return [values, places]
@@ -107,17 +107,17 @@ def _choose_panel_shape(r: Expr, sizes: Sizes, kept: int, folded: int) -> tuple[
     def bytes_of(length: int) -> int:
         return batch * _count_row_bytes(r, sizes, length)
 
-    least = bytes_of(min(folded, _LEAST * k))
+    least = bytes_of(min(folded, _LEAST_COLUMNS * k))
     room = budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), least)
     if room < least:
         raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(least), bytes=least)
     if bytes_of(folded) <= room:
         row = max(1, bytes_of(folded))
-        most = kept if settings.requested_budget() is not None else max(-(-kept // _QUARTER), _LITTLE // row)
+        most = kept if settings.requested_budget() is not None else max(-(-kept // _LEAST_PANELS), _PANEL_BYTES // row)
         return max(1, min(kept, room // row, most)), max(folded, 1)
-    length = max(min(folded, _LEAST * k), folded * room // bytes_of(folded))
+    length = max(min(folded, _LEAST_COLUMNS * k), folded * room // bytes_of(folded))
     while bytes_of(length) > room:  # strips of short rows take more for each number
-        length = max(min(folded, _LEAST * k), length * 7 // 8)
+        length = max(min(folded, _LEAST_COLUMNS * k), length * 7 // 8)
     return 1, length
 
 
@@ -131,11 +131,11 @@ def estimate_bytes(fold: Fold, sizes: Sizes) -> int:
     """Bytes alive at once while the only reduction of ``fold`` is selected, its results included."""
     (r,) = fold.reductions
     kept, folded = (sizes.rows, sizes.cols) if r.attrs[1] == "cols" else (sizes.cols, sizes.rows)
-    step, length = _choose_panel_shape(r, sizes, kept, folded)
+    panel_kept, panel_folded = _choose_panel_shape(r, sizes, kept, folded)
     item = sizes.compute.itemsize if outputs_of(r)[0][1] == "float" else 8
     results = math.prod(sizes.batch) * kept * r.attrs[2][0] * (item + 8)
-    panels = math.prod(sizes.batch) * step * _count_row_bytes(r, sizes, length)
-    return panels + results * (1 if step >= kept and length >= folded else 2)
+    panels = math.prod(sizes.batch) * panel_kept * _count_row_bytes(r, sizes, panel_folded)
+    return panels + results * (1 if panel_kept >= kept and panel_folded >= folded else 2)
 
 
 def list_panel_folds(fold: Fold) -> Sequence[Fold]:
@@ -163,7 +163,7 @@ def selects_from_panels(fold: Fold) -> bool:
 
 
 _HELD = {4: 16384, 8: 8192}  # strips, and twice the numbers, that a program instance holds, by the bytes of a key
-_SHARE = 4  # k may be this share of them
+_SHARE_OF_HELD = 4  # k may be this share of them
 _LANES = 2048  # numbers at a time, elsewhere
 _WARPS = 16
 _TEXT = """
@@ -340,12 +340,12 @@ def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[
     indices = torch.empty(rows, k, dtype=torch.int64, device=matrix.device)
     if not rows or not k:
         return [values, indices]
-    if k > held // _SHARE:
+    if k > held // _SHARE_OF_HELD:
         found, at = matrix.sort(dim=1, descending=largest, stable=True)
         at = at.masked_fill(found == worst(found.dtype, largest), -1)
         return [values.copy_(found[:, :k]), indices.copy_(at[:, :k])]
-    alike = 16 if matrix.dtype is torch.bfloat16 else 0
-    constants = dict(LARGEST=largest, TOP=item * 8 - 1 - alike, BITS=alike)
+    equal_bits = 16 if matrix.dtype is torch.bfloat16 else 0
+    constants = dict(LARGEST=largest, TOP=item * 8 - 1 - equal_bits, BITS=equal_bits)
     keys, places = (torch.empty(rows, k, dtype=t, device=matrix.device) for t in (kind, torch.int32))
     if cols <= held // 2:
         given: tuple = (keys, places, matrix, matrix, matrix, matrix.stride(0), cols, k)
@@ -357,7 +357,7 @@ def select(matrix: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[
     _kernels("choose", (rows,), given, constants | width, dict(num_warps=_WARPS))
     keys, order = keys.sort(dim=1, descending=True, stable=True)
     given = (values, indices, keys, places, order, k, keys.numel())
-    last = dict(LARGEST=largest, BITS=alike, LANES=_LANES)
+    last = dict(LARGEST=largest, BITS=equal_bits, LANES=_LANES)
     _kernels("write_sorted", (-(-keys.numel() // _LANES),), given, last)
     return [values, indices]
 
@@ -366,7 +366,7 @@ def extra_bytes(cols: int, k: int, item: int) -> int:
     """Bytes that :func:`select` holds of each row beside its results, numbers being of ``item`` bytes."""
     key = 8 if item == 8 else 4
     held = _HELD[key]
-    if k > held // _SHARE:
+    if k > held // _SHARE_OF_HELD:
         return cols * (item + 8)
     strips = (
         0 if cols <= held // 2 else key * -(-cols // _choose_strip(cols, held)) + 4 * k + (key + 4) * _count_room(k)

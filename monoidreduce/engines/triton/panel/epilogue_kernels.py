@@ -47,6 +47,7 @@ ROW_KERNELS = ("gather_label_logits", "multiply_labels", "weigh_labels", "finish
 _MAX_FACTOR = 2.0**100  # factors of rows lie below this
 
 _Lines = tuple[list[str], list[str]]  # a kernel's output arguments, and its body
+# Writers are given ``product_lines``: those of the K loop, which come before all other loads of a tile.
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Epilogue:
     """What a GEMM's epilogue computes: a weight per pair."""
 
     folds: tuple[Expr, ...]  # a softmax and label gathers, where the weight needs them
-    names: tuple[Expr, ...]  # of their results
+    names: tuple[Expr, ...]  # the leaves that stand for the results of these folds
     weight: Expr
     factored: FactoredWeight | None = None  # the weight in parts, where a factor of it is known late
     label: LabelTerm | None = None  # the label column, where it is left out of the weight
@@ -85,8 +86,8 @@ def write_kernel(name: str, epilogue: Epilogue, spec: Spec, masked: bool) -> ker
     v.loop(masked)
     if name not in ROW_KERNELS:  # the K loop comes first: all other loads wait until it is done
         v.number(find_product(epilogue))
-    first, v.before, v.inside = [*v.before, *v.inside], [], []
-    outs, lines = _WRITERS[name](v, epilogue, first)
+    product_lines, v.before, v.inside = [*v.before, *v.inside], [], []
+    outs, lines = _WRITERS[name](v, epilogue, product_lines)
     return assemble_kernel(name, spec, outs, lines)
 
 
@@ -139,20 +140,20 @@ def _loop_over_tiles(lines: list[str], flatten: bool) -> list[str]:
     ]
 
 
-def _write_weights(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
-    return ["out_box"], _write_tiles(v, epilogue, first, lambda k: v.full(epilogue.weight), _STORE)
+def _write_weights(v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str]) -> _Lines:
+    return ["out_box"], _write_tiles(v, epilogue, product_lines, lambda k: v.full(epilogue.weight), _STORE)
 
 
 def _write_tiles(
-    v: ExpressionWriter, epilogue: Epilogue, first: list[str], weigh: Callable[[int], str], store: str
+    v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str], weigh: Callable[[int], str], store: str
 ) -> list[str]:
     """Every tile's K loop, and its epilogue by halves: ``weigh`` computes one, ``store`` writes it. Scalars of rows are
     read first."""
     name = v.inner[_make_product_key(epilogue)]
     rounding = k_loop.write_rounding(name) if k_loop.rounds_products(v.spec) else None  # halves are rounded instead
-    first = [line for line in first if line != rounding]
+    product_lines = [line for line in product_lines if line != rounding]
     lines = [*v.inside, f"scores0, scores1 = halved({name})", *write_strips(v, epilogue, weigh, store)]
-    return _loop_over_tiles([*v.before, *first, *lines], not has_column_scalars(v.spec))
+    return _loop_over_tiles([*v.before, *product_lines, *lines], not has_column_scalars(v.spec))
 
 
 def has_column_scalars(spec: Spec) -> bool:
@@ -198,11 +199,11 @@ _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", 
 _IN_HALF = re.compile("|".join(rf"\b{name}\b" for name in _NAMES))
 
 
-def _recompute_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _recompute_rows(v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str]) -> _Lines:
     weight = v.full(epilogue.weight)
     mask = "(own > 0)[:, None] & folded_in[None, :]"
     place = "out + kept_at.to(tl.int64)[:, None] * out_r + folded_at[None, :]"
-    body = [*first, *v.before, *v.inside, f"tl.store({place}, {weight}.to(tl.bfloat16), mask={mask})"]
+    body = [*product_lines, *v.before, *v.inside, f"tl.store({place}, {weight}.to(tl.bfloat16), mask={mask})"]
     turn = ["own = tl.load(marks + kept_at, mask=kept_in, other=0)", "if tl.max(own) > 0:", *(f"    {x}" for x in body)]
     return ["out", "out_r", "marks"], [
         "some = 0",
@@ -220,19 +221,21 @@ def bind_softmax(v: ExpressionWriter, epilogue: Epilogue) -> tuple[str, str, str
     return (soft.name, *soft.logit_block(epilogue.folds[0].args[0]))
 
 
-def _guess_maxima(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _guess_maxima(v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str]) -> _Lines:
     _, s, factor = bind_softmax(v, epilogue)
     store = f"tl.store(guesses + kept_at, finite(tl.max({s}, 1){factor}), mask=kept_in)"
-    return ["guesses"], [*_ROW_INDICES, *first, *v.before, *v.inside, store]
+    return ["guesses"], [*_ROW_INDICES, *product_lines, *v.before, *v.inside, store]
 
 
-def _write_guessed(v: ExpressionWriter, epilogue: Epilogue, first: list[str], store: str) -> _Lines:
+def _write_guessed(v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str], store: str) -> _Lines:
     """``store``: the line that writes weights; empty where only their sums are wanted."""
     n, s, factor = bind_softmax(v, epilogue)
     bind_reference(v, n, f"tl.max({s}, 1){factor}")
     v.inside += [f"{n}_half0, {n}_half1 = halved({s})", f"{n}_total = tl.zeros([KEPT], tl.float32)"]
     weigh = weigh_exponentials if store else add_exponentials
-    lines = _write_tiles(v, epilogue, first, lambda k: weigh(v, epilogue, n, f"{n}_half{k}{factor}", "+="), store)
+    lines = _write_tiles(
+        v, epilogue, product_lines, lambda k: weigh(v, epilogue, n, f"{n}_half{k}{factor}", "+="), store
+    )
     lines.append(f"    tl.store(sums + place, {n}_total, mask=kept_in)")
     return GUESSED_OUTPUTS, lines
 
@@ -254,40 +257,40 @@ def bind_reference(v: ExpressionWriter, n: str, most: str) -> None:
     ]
 
 
-def add_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
-    """Bind the exponentials of some columns, and add them to the totals."""
-    v.inside += [f"{n}_weight = tl.exp2({exponent} - {n}_ref)", f"{n}_total {adds} tl.sum({n}_weight, 1)"]
+def add_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, operator: str) -> str:
+    """Bind the exponentials of some columns, and add them to the totals, or begin these (``operator``: += or =)."""
+    v.inside += [f"{n}_weight = tl.exp2({exponent} - {n}_ref)", f"{n}_total {operator} tl.sum({n}_weight, 1)"]
     return ""
 
 
-def weigh_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
+def weigh_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, operator: str) -> str:
     """The same; returns the name of the weights."""
     assert epilogue.factored is not None
-    add_exponentials(v, epilogue, n, exponent, adds)
+    add_exponentials(v, epilogue, n, exponent, operator)
     v.inner[epilogue.factored.exponential] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
     return v.full(epilogue.factored.pair_weight)
 
 
-def _finish_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _finish_rows(v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str]) -> _Lines:
     assert epilogue.factored is not None
     factored, outs, n = epilogue.factored, [f"out{k}" for k in range(len(epilogue.names))], "soft0"
-    there = None if factored.label is None else LabelColumnWriter(v, "own", factored.label)
-    if there is not None:
-        own = f"tl.load(label_logits + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
-        there.outer[find_product(epilogue)] = there.bind("product", own, False, "own_product")
+    at_label = None if factored.label is None else LabelColumnWriter(v, "own", factored.label)
+    if at_label is not None:
+        own = f"tl.load(label_logits + kept_at, mask=tl.reshape({at_label.inside_text}, [KEPT]), other=0.0)[:, None]"
+        at_label.outer[find_product(epilogue)] = at_label.bind("product", own, False, "own_product")
     texts = [f"{n}_log + {n}_peak", f"{n}_log", f"{n}_peak"]
     for r in epilogue.folds[1:]:
-        assert there is not None
-        number = f"{there.number(r.args[1])} + tl.zeros([KEPT, 1], {v.float})"
-        texts.append(f"tl.reshape(tl.where({there.inside_text}, {number}, 0.0), [KEPT])")
-    lines = [*first, *take_bound_lines(v), *(take_bound_lines(there) if there else [])]
+        assert at_label is not None
+        number = f"{at_label.number(r.args[1])} + tl.zeros([KEPT, 1], {v.float})"
+        texts.append(f"tl.reshape(tl.where({at_label.inside_text}, {number}, 0.0), [KEPT])")
+    lines = [*product_lines, *take_bound_lines(v), *(take_bound_lines(at_label) if at_label else [])]
     for out, name, text in zip(outs, epilogue.names, texts, strict=True):
         x = str(name.attrs[0])
         lines += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
-        for values in (v, there) if there else (v,):
+        for values in (v, at_label) if at_label else (v,):
             values.outer[name] = f"{x}[:, None]"
     factor = v.number(factored.factor)
-    weight = there.number(epilogue.weight) if there and factored.label_weight is not None else ""
+    weight = at_label.number(epilogue.weight) if at_label and factored.label_weight is not None else ""
     lines += [
         *take_bound_lines(v),
         f"factor = tl.reshape({factor} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
@@ -295,12 +298,12 @@ def _finish_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _
         "tl.store(factors + kept_at, tl.where(marked, 1.0, factor), mask=kept_in)",
         "tl.store(marks + kept_at, tl.where(marked, 1, 0), mask=kept_in)",
     ]
-    if there and weight:
+    if at_label and weight:
         lines += [
-            *take_bound_lines(there),
-            f"inside = tl.reshape({there.inside_text}, [KEPT]) & ~marked",
+            *take_bound_lines(at_label),
+            f"inside = tl.reshape({at_label.inside_text}, [KEPT]) & ~marked",
             f"hit = tl.reshape({weight} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
-            f"target = tl.reshape({there.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT])",
+            f"target = tl.reshape({at_label.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT])",
             "tl.store(label_weights + kept_at, tl.where(inside, hit, 0.0), mask=kept_in)",
             "tl.store(labels + kept_at, target, mask=kept_in)",
             "nothing = tl.zeros([KEPT], tl.float32).to(tl.bfloat16)",
@@ -342,7 +345,7 @@ _COMBINE_TILES = [
 # Each row's label column
 
 
-def _gather_label_logits(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _gather_label_logits(v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str]) -> _Lines:
     """The inner product in each row's label column, feature by feature."""
     assert epilogue.factored is not None and epilogue.factored.label is not None
     target = v.number(epilogue.factored.label)
@@ -358,7 +361,7 @@ def _gather_label_logits(v: ExpressionWriter, epilogue: Epilogue, first: list[st
     return ["label_logits"], [*_ROW_INDICES, *lines]
 
 
-def _multiply_labels(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _multiply_labels(v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str]) -> _Lines:
     """The inner product in each row's label column, on the tensor cores."""
     assert epilogue.factored is not None and epilogue.factored.label is not None
     lines = _multiply_on_diagonal(v, epilogue, LabelColumnWriter(v, "own", epilogue.factored.label))
@@ -366,25 +369,25 @@ def _multiply_labels(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) 
     return ["label_logits"], [*_ROW_INDICES, *lines]
 
 
-def _weigh_labels(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _weigh_labels(v: ExpressionWriter, epilogue: Epilogue, product_lines: list[str]) -> _Lines:
     """The weight in each row's label column."""
     assert epilogue.label is not None
-    there = LabelColumnWriter(v, "own", epilogue.label.label)
-    lines = _multiply_on_diagonal(v, epilogue, there)
-    there.outer[find_product(epilogue)] = "product"
-    weight = there.number(epilogue.label.weight)
+    at_label = LabelColumnWriter(v, "own", epilogue.label.label)
+    lines = _multiply_on_diagonal(v, epilogue, at_label)
+    at_label.outer[find_product(epilogue)] = "product"
+    weight = at_label.number(epilogue.label.weight)
     lines += [
         *take_bound_lines(v),
-        *take_bound_lines(there),
-        f"hit = tl.where({there.inside_text}, {weight}, 0.0) + tl.zeros([KEPT, 1], {v.float})",
+        *take_bound_lines(at_label),
+        f"hit = tl.where({at_label.inside_text}, {weight}, 0.0) + tl.zeros([KEPT, 1], {v.float})",
         "tl.store(label_weights + kept_at, tl.reshape(hit, [KEPT]), mask=kept_in)",
-        f"place = tl.where({there.inside_text}, {there.place}, -1) + tl.zeros([KEPT, 1], tl.int64)",
+        f"place = tl.where({at_label.inside_text}, {at_label.place}, -1) + tl.zeros([KEPT, 1], tl.int64)",
         "tl.store(labels + kept_at, tl.reshape(place, [KEPT]), mask=kept_in)",
     ]
     return ["label_weights", "labels"], [*_ROW_INDICES, *lines]
 
 
-def _multiply_on_diagonal(v: ExpressionWriter, epilogue: Epilogue, there: LabelColumnWriter) -> list[str]:
+def _multiply_on_diagonal(v: ExpressionWriter, epilogue: Epilogue, at_label: LabelColumnWriter) -> list[str]:
     """The inner product in each row's label column, on the tensor cores: a tile's rows times the label columns of all
     of them, of which the diagonal is used.
 
@@ -393,8 +396,8 @@ def _multiply_on_diagonal(v: ExpressionWriter, epilogue: Epilogue, there: LabelC
     gradients were off by 41 times their size, and by 0.07 so, as plain torch's are)."""
     lines = [
         *take_bound_lines(v),
-        *take_bound_lines(there),
-        f"own = {there.place}",
+        *take_bound_lines(at_label),
+        f"own = {at_label.place}",
         "taken = tl.zeros([KEPT, KEPT], tl.float32)",
     ]
     lines += [*_loop_over_features(v, epilogue, str(k_loop.DEPTH)), f"    {k_loop.write_dot('taken', ['x', 'y'])}"]

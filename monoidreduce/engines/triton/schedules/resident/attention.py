@@ -116,8 +116,8 @@ def _is_made_of_pairs(e: Expr) -> bool:
 
 
 def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | None:
-    """The schedule of a spec, by how wide its vectors are; with the ``tile`` that a plan asks for, where one is given.
-    None where there is none."""
+    """The schedule of a spec, by how wide its vectors are; where a plan asks for a ``tile``, the value for plans alone
+    that has it, else the first one with as many kept indices, changed to it. None where there is none."""
     operands = find_operands(spec)
     if operands is None:
         return None
@@ -126,10 +126,12 @@ def find_schedule(spec: Spec, tile: Tile | None = None) -> AttentionSchedule | N
     numbers = len(_list_ringed_numbers(spec))
     stored = spec.is_stored_softmax
     staged = sum(size for _, size in (values if stored else _find_staging_slices(queries, values)))
-    for schedule in SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES:
+    schedules = SCHEDULES if not stored else CUT_SCHEDULES if spec.bounds else STORED_SCHEDULES
+    for schedule in sorted(schedules, key=lambda s: 1 if s.runs_by_default else 2 * (s.tile != tile)):
         folded, ring = (schedule.folded, schedule.ring) if tile is None else (tile[1], max(tile[3], schedule.groups, 2))
         above = schedule.above_with_tables if spec.fold.tables else schedule.above
-        suits = max(widths) > above if tile is None else (schedule.kept, 4) == (tile[0], tile[2])
+        by_default = schedule.runs_by_default and max(widths) > above
+        suits = by_default if tile is None else (schedule.kept, 4) == (tile[0], tile[2])
         suits = suits and max(widths) <= schedule.widest
         taken = schedule.shared_bytes(widths[0], widths[1], staged, folded, ring, numbers)
         if suits and taken <= gluon.SHARED_BYTES:
@@ -522,7 +524,7 @@ class _Text:
         (c,) = contractions(value, soft.over)
         weight = move_factors_to_weight(c).weight
         if v.dropout:
-            row = f"blended({v.number(v.dropout.row)}, {v.block_of(v.dropout.col)}).to(tl.int32)"
+            row = f"blended({v.number(v.dropout.row)}, {v.dropout_block(v.dropout.col)}).to(tl.int32)"
             part = v.mask_columns(f"drop_pairs({n}_weight, {row}, {v.number(v.dropout.mark)})", "0.0")
         else:
             part = f"{n}_weight" if weight is ONE else v.mask_columns(f"{n}_weight * {v.number(weight)}", "0.0")

@@ -6,7 +6,7 @@ The tiles are one frozen value per class of head widths.
 an instance has (64 kept indices each), how many folded indices a tile has, how deep the ring buffers are, and how
 registers are shared out; everything else follows: the plan that is chosen, the kernel's text, the compiler's options.
 The first value that is wide enough runs by default, from ``above`` features on. A value with ``above=widest`` runs
-where a plan asks for its tile, and nowhere else.
+where a plan asks for its tile, and nowhere else; a plan may ask for any value with another ``folded`` and ``ring``.
 A value that cannot run raises when this module is imported. ``docs/internals/schedules.md`` shows it step by step, with
 what to run afterwards.
 
@@ -65,6 +65,11 @@ class AttentionSchedule:
         taken = self.shared_bytes(self.widest, self.widest, staged, numbers=NUMBER_RINGS)
         if taken > SHARED_BYTES:
             raise ValueError(f"{taken} bytes of shared memory; an instance has {SHARED_BYTES}")
+
+    @property
+    def runs_by_default(self) -> bool:
+        """False where only a plan chooses it."""
+        return self.above < self.widest
 
     @property
     def kept(self) -> int:

@@ -118,8 +118,8 @@ class ScoredPairs(ExpressionWriter):
         return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
 
 
-class _PairValues(ScoredPairs):
-    """The same, where the step before loaded the numbers of folded indices."""
+class _WeightWriter(ScoredPairs):
+    """The same, with the weights of sums, from which a dropout's factor is left out: it multiplies their results."""
 
     def weight(self, e: Expr) -> str:
         """A weight; with dropout, without the dropout's factor."""
@@ -141,7 +141,7 @@ class _Text:
     """The parts of one kernel's text. It has two scores and two sums, the first of which needs one score alone."""
 
     def __init__(self, spec: Spec, work: GroupWork, plain: kernel_text.Kernel):
-        self.spec, self.work, self.plain, self.v = spec, work, plain, _PairValues(spec, work.dots, plain.shifts)
+        self.spec, self.work, self.plain, self.v = spec, work, plain, _WeightWriter(spec, work.dots, plain.shifts)
         kept = dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots)
         names = {e: [suffix(k) for k in range(len(spec.slices(e.feature)))] for e in kept}
         self.residents = {e: [f"{leaf_name(e)}_kept{k}" for k in names[e]] for e in kept}

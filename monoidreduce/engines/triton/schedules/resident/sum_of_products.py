@@ -137,7 +137,7 @@ class _PairValues(single_warpgroup.ScoredPairs):
         assert found is not None and found.pair is not None and found.number is not None
         dropout, number = found.dropout, self.number(found.number)
         less = self.bind((found.number, "less"), f"{number} * {literal(-1 / dropout.factor)}", False)
-        row = f"blended({self.number(dropout.row)}, {self.block_of(dropout.col)}).to(tl.int32)"
+        row = f"blended({self.number(dropout.row)}, {self.dropout_block(dropout.col)}).to(tl.int32)"
         pairs = f"{self.full(found.weight)}, {self.full(found.pair)}"
         return self.bind((e, "thrown"), f"thrown({pairs}, {less}, {row}, {self.number(dropout.mark)})", True)
 
