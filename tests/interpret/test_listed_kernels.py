@@ -14,7 +14,7 @@ from monoidreduce import Col, Row
 from monoidreduce.engines import eager, listed
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.kernels import listed_fold, listed_histogram, long_lists
+from monoidreduce.engines.triton.kernels import histogram, listed_fold, listed_launch
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, Rendering, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
 from tests.support import gluon_simulator, internals, listed_cases, own_monoids
@@ -334,8 +334,8 @@ TABLES = {
 @pytest.mark.parametrize("entries, instances", [(1024, 4), (16, 0)], ids=["", "in parts, one instance for all rows"])
 @pytest.mark.parametrize("name", TABLES)
 def test_gradients_of_tables_over_blocks(run, monkeypatch, name, entries, instances):
-    monkeypatch.setattr(listed_histogram, "MOST_ENTRIES", entries)
-    monkeypatch.setattr(listed_histogram, "_INSTANCES", instances)
+    monkeypatch.setattr(histogram, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(histogram, "_INSTANCES", instances)
     make, batch, own, rows, cols = TABLES[name]
     draw = torch.Generator().manual_seed(0)
     shapes = (*batch, rows, 16), (*batch, cols, 16), (*batch, cols, 8), (*own, 19)
@@ -482,8 +482,8 @@ ONE_LIST = {"cols": KernelPlan(1, 16), "rows": KernelPlan(1, 16)}
 @pytest.mark.parametrize("batch, plans", [((2,), {}), ((), ONE_LIST)], ids=["several in a tile", "one"])
 def test_long_lists(run, monkeypatch, batch, plans):
     """Lists of more than two windows are folded window by window, in both directions, and combined."""
-    monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
-    monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 0)
+    monkeypatch.setattr(listed_launch, "LEAST_WINDOW", 4)
+    monkeypatch.setattr(listed_launch, "_TIMES_AVERAGE", 0)
     monkeypatch.setattr(listed_fold, "UNEVEN_WAVES", 1)  # few lists are all split alike
     domain, make = edges(21, 5, 4, 57), torch.Generator().manual_seed(0)
     count = len(domain.index)

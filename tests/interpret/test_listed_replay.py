@@ -10,7 +10,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.common.bounded_cache import BoundedCache
-from monoidreduce.engines.triton.kernels import listed_fold, long_lists
+from monoidreduce.engines.triton.kernels import listed_fold, listed_launch
 
 attention_layer = sys.modules["monoidreduce.ops.attention"]
 
@@ -77,8 +77,8 @@ def test_split_lists_and_numbers_of_edges(monkeypatch, by_address, numbers):
     """A list of 30 is split into windows of four; the last three edges are in no list, and have no gradient."""
     monkeypatch.setattr(listed_fold, "UNEVEN_WAVES", 0)
     monkeypatch.setattr(listed_fold, "_PREPARED", BoundedCache(64))
-    monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
-    monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 1)
+    monkeypatch.setattr(listed_launch, "LEAST_WINDOW", 4)
+    monkeypatch.setattr(listed_launch, "_TIMES_AVERAGE", 1)
     counts = []
     for seed in range(3):
         make = torch.Generator().manual_seed(seed)

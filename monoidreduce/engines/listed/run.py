@@ -19,11 +19,19 @@ from ...reductions import kind_of, outputs_of
 from ..common import combine, subproblem
 from ..common.evaluate import Evaluator, Sizes, pair_result_form, result_form
 from ..common.subproblem import Engine
-from . import blocks, chosen_edges, edge_numbers
-from .gather import FlatLeaf, Layout, Piece
-from .lists import Lists, check_numbers, find_lists, flatten_index
-from .local import LocalFold, localize
-from .pieces import combine_parts
+from . import blocks, edge_numbers
+from .lists import (
+    FlatLeaf,
+    Layout,
+    Lists,
+    LocalFold,
+    Piece,
+    check_numbers,
+    combine_parts,
+    find_lists,
+    flatten_index,
+    localize,
+)
 
 _CACHE = 4 * 2**20  # bytes of a batch element that the leaves of pieces take on a CPU, so that they stay in its cache
 _DEVICE = 256 * 2**20  # and elsewhere
@@ -45,8 +53,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine, walk: block
             else torch.empty(result_form(r, k, sizes)[0], dtype=result_form(r, k, sizes)[1], device="meta")
             for r, k in fold.outputs
         ]
-    if edges and chosen_edges.can_run(fold, sizes, tensors):
-        return [t for values in chosen_edges.run(fold, given, sizes, form, tensors) for t in values]
+    if edges and edge_numbers.has_chosen_form(fold, sizes, tensors):
+        return [t for values in edge_numbers.sum_chosen(fold, given, sizes, form, tensors) for t in values]
     if (walked := blocks.run(fold, given, sizes, tensors, walk)) is not None:
         return walked
     results: list[Any] = [None] * len(fold.reductions)

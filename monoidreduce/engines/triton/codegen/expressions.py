@@ -18,7 +18,7 @@ from ....program.constructors import apply
 from ....program.expression import Expr, are_several, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import k_loop, lookups, quick_functions, random_functions, special_functions
+from . import k_loop, lookups, random_functions, special_functions
 from .kernel_spec import (
     BITS,
     EIGHT_BITS,
@@ -41,7 +41,7 @@ _TYPED = (  # need typed constants
 )  # fmt: skip
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
-_NAMED = (*vars(quick_functions), *vars(special_functions), *vars(random_functions))
+_NAMED = (*vars(special_functions), *vars(random_functions))
 _FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
 _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy

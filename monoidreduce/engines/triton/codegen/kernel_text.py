@@ -19,15 +19,7 @@ from typing import Any
 from ....program.expression import Expr
 from ....reductions import outputs_of
 from ....reductions.base import Lines
-from . import (
-    device_functions,
-    k_loop,
-    listed,
-    quick_functions,
-    random_functions,
-    special_functions,
-    tile_ranges,
-)
+from . import device_functions, k_loop, listed, random_functions, special_functions, tile_ranges
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec, name_descriptor
 from .reductions import substitute_truths
@@ -309,10 +301,10 @@ def count_held(text: str, names: set[str]) -> int:
 
 @functools.cache
 def device_function_sources() -> dict[str, str]:
-    """The functions of ``device_functions.py`` and the three files beside it, by name, in their order; a quick form
+    """The functions of ``device_functions.py`` and the two files beside it, by name, in their order; a quick form
     without a native one is followed by the same function with native forms inside."""
     written: dict[str, str] = {}
-    for module in (device_functions, quick_functions, special_functions, random_functions):
+    for module in (device_functions, special_functions, random_functions):
         source = inspect.getsource(module)
         lines = source.split("\n")
         functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]

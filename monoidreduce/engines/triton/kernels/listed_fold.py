@@ -31,12 +31,11 @@ from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
-from . import long_lists, page_gradients
+from . import listed_launch, page_gradients
 from .fold_kernel import Leaves, describe_numbers, describe_tensor
-from .listed_histogram import ListedHistogram
-from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
+from .histogram import ListedHistogram
+from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork, LongLists
 from .lists import FIRST, ListForm, Lists, LocalFold, direction_of, localize, make_lists
-from .long_lists import LongLists
 from .page_gradients import PageGradients
 from .prepared_fold import ExtraLaunch, StepLaunches, list_histograms, list_kernels, merge_batches
 
@@ -138,7 +137,7 @@ def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
         return 0
     if lists.lists // each * count < UNEVEN_WAVES * hardware.count_processors(sizes.device):
         return 0
-    return long_lists.window_size(fold, lists.average, lists.items // each)
+    return listed_launch.window_size(fold, lists.average, lists.items // each)
 
 
 def _split_long_lists(
