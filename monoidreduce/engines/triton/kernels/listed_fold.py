@@ -33,8 +33,7 @@ from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
 from . import listed_launch, page_gradients
 from .fold_kernel import Leaves, describe_numbers, describe_tensor
-from .histogram import ListedHistogram
-from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork, LongLists
+from .listed_launch import LISTS, UNEVEN_WAVES, ListedHistogram, ListedLaunch, ListWork, LongLists
 from .lists import FIRST, ListForm, Lists, LocalFold, direction_of, localize, make_lists
 from .page_gradients import PageGradients
 from .prepared_fold import ExtraLaunch, StepLaunches, list_histograms, list_kernels, merge_batches

@@ -7,6 +7,10 @@ device. A list of more than two windows is left out by the kernel of all lists. 
 a window: it searches the offsets for the list in which its window lies, and is idle where that is short. A third
 combines the windows of each long list: that is a fold of the same kind, over the windows' results. Both are written by
 the compiler of all kernels over lists (``codegen/listed.py``).
+
+**Tables**: over lists of blocks or pages the kernel of a table's gradient has a few program instances for each batch
+element, of which each sums up every so many-th tile of rows; torch adds these parts, in a fixed order. Over edges there
+is a number for each entry instead (``lists.py``), so that one row with very many edges is not one instance's.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from ...common.combine import split
 from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
 from ..codegen.few_rows import FewRows, is_shared
-from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported
+from ..codegen.histogram import compile_listed_histogram
+from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported, pad_width
 from ..codegen.kernel_text import Kernel
 from ..codegen.reductions import move_factors_to_weight
 from ..launch import descriptors, hardware
@@ -45,7 +50,8 @@ from ..schedules.kernel_plan import (
     find_overriding_plan,
 )
 from ..schedules.spec_from_tensors import Conversions
-from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves, Merged
+from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves, Merged, Then
+from .histogram import MOST_ENTRIES, default_plan
 from .lists import FIRST, ListForm, direction_of
 from .prepared_fold import ExtraLaunch
 
@@ -488,3 +494,55 @@ class LongLists:
             recipe = recipe._replace(outputs=tuple(outputs[k] for k in self.whole))  # in their types
             made.append(ExtraLaunch(recipe, tuple(self.whole), tuple(names[k] for k in self.read)))
         return made
+
+
+_LIST_INSTANCES = 4  # of a multiprocessor; more of them even out lists of unequal length, and are as many more parts
+
+
+class ListedHistogram(ListedLaunch):
+    """The kernel of one histogram over lists, on tensors like the given ones."""
+
+    combines = True
+
+    def _describe(self, values: Leaves) -> None:
+        self.table_size = self.sizes.of(str(self.fold.reductions[0].args[2].feature))
+        self.entries = min(MOST_ENTRIES, pad_width(self.table_size))
+        super()._describe(values)
+        self.spec, self.may_guess = replace(self.spec, guess=False), False
+
+    def _pack_heads(self, values: Leaves) -> FewRows | None:
+        return None  # there is a result for each batch element
+
+    def _find_copied_vectors(self, plain: Any, leaves: Leaves) -> tuple:
+        return ()
+
+    def _plan_tiles(self, plain: Any, group: int, copies: bool) -> KernelPlan:
+        plan = default_plan(self.spec, None)
+        return replace(plan, block_kept=min(plan.block_kept, max(16, 1 << (group - 1).bit_length())))
+
+    def _compile_plain(self) -> Kernel:
+        return compile_listed_histogram(replace(self.spec, guess=False), self.entries)
+
+    def _write_kernel(self, leaves: Leaves) -> None:
+        self.spec = replace(self.spec, guess=False, precomputed_shifts=False)
+        self.kernel = compile_listed_histogram(self.spec, self.entries)
+
+    def _split_folded_axis(self) -> None:
+        super()._split_folded_axis()
+        shares = -(-self.table_size // self.entries)
+        enough = -(-_LIST_INSTANCES * hardware.count_processors(self.sizes.device) // max(1, self.count * shares))
+        self.tiles, self.splits = min(self.tiles, max(1, enough)), 1
+        self.grid = self.tiles * shares * self.count
+
+    def _output(self, r: Expr, k: int) -> Form:
+        return (self.count, self.tiles, self.table_size), self.sizes.compute
+
+    def recipe(self) -> None:
+        return None  # torch adds the parts
+
+    def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
+        shape = (*self.sizes.batch, self.table_size)
+        if not self.grid or not math.prod(shape):
+            return [torch.zeros(shape, dtype=self.sizes.compute, device=self.sizes.device)]
+        (parts,) = super().__call__(leaves, merged)
+        return [parts.sum(1).view(shape)]
