@@ -51,7 +51,7 @@ from ..engines.common.matmul import SIXTEEN, dry_run_sizes
 from ..engines.panel.panel_program import as_program, split_into_loops
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError, NoGradientError
-from ..plan import settings
+from ..plan import panel_layout, settings
 from ..plan.settings import REFERENCE_LIMIT, Settings
 from ..program.compile import compile_program
 from ..program.declarations import Parameter
@@ -65,13 +65,20 @@ from ..program.lower import Fold, Lowered, Pass, find_same_sequence
 
 def _run_kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
     """One kernel a direction where features fit in registers, or only numbers are asked; panels where they do not."""
-    if panel.is_wide(fold, sizes) and settings.kernels_run_on(sizes.device):
+    if takes_panels(fold, sizes) and settings.kernels_run_on(sizes.device):
         for run in (triton.run_k_loop_fold, functools.partial(panel.run, step_class=triton.KernelStep)):
             try:
                 return run(fold, leaves, sizes)
             except triton.Unsupported:  # of both: told, and run by the eager engine, below
                 pass
     return triton.run(fold, leaves, sizes, fallback=eager.run)
+
+
+def takes_panels(fold: Fold, sizes: Sizes) -> bool:
+    """Whether kernels take panels for a fold: it has pairs, and vectors of more features than registers hold."""
+    if all(sizes.of(letter) <= panel_layout.NARROW for letter in fold.letters):
+        return False
+    return bool(torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols) and not panel.writes_pairs(fold)
 
 
 def _run_panels(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:

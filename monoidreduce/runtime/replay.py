@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engines import auto, panel, triton
+from ..engines import auto, triton
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes
@@ -130,7 +130,7 @@ class CallViews(NamedTuple):
 def _prepare_kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | triton.ListedFold | None:
     if fold.domain is not None:
         return triton.prepare_listed(fold, leaves, sizes)
-    return (triton.prepare_k_loop_fold if panel.is_wide(fold, sizes) else triton.prepare)(fold, leaves, sizes)
+    return (triton.prepare_k_loop_fold if dispatch.takes_panels(fold, sizes) else triton.prepare)(fold, leaves, sizes)
 
 
 PREPARE: dict[str, Callable[..., triton.PreparedFold | triton.ListedFold | None]] = {
@@ -409,7 +409,7 @@ class ForwardReplays:
         if dispatch.has_many_pairs(sizes) and not launches.holds_little:
             return None
         backwards = BackwardReplays(self.steps, sizes, recorded, launches.kept, include_16_bits(values))
-        is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
+        is_wide = any(dispatch.takes_panels(p.fold, sizes) for p in self.steps.program.passes)
         saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
         forms = recorded.forms
         has_forms = tuple([forms[name] for name in made.returned]) == self.forms

@@ -133,13 +133,6 @@ def _list_nodes(outputs: tuple[Expr, ...]) -> frozenset[Expr]:
     return frozenset(topological(outputs))
 
 
-def is_wide(fold: Fold, sizes: Sizes) -> bool:
-    """Whether a fold has pairs, and vectors of more features than a kernel's registers hold."""
-    if all(sizes.of(letter) <= panel_layout.NARROW for letter in fold.letters):
-        return False
-    return bool(torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols) and not writes_pairs(fold)
-
-
 def writes_pairs(fold: Fold) -> bool:
     """Whether a fold has a result per pair (the gradient of an input given per pair), which tiles must write; or looks
     up tables or reads packed vectors, which panels' kernels cannot."""
