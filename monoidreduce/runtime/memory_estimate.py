@@ -285,7 +285,7 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
         first = (count,) if splits > 1 else ()
         made = [torch.zeros((*first, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         if splits > 1:
-            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=triton.split_combine.allocate_results)
+            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=triton.small_kernels.allocate_results)
         for at in one.topk_places:
             made[at : at + 2] = triton.topk.sort_list(one.fold.outputs[at][0], *made[at : at + 2])
     return memory.peak

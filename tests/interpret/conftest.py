@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from monoidreduce.engines.triton.kernels import elementwise, listed_launch, pick, split_combine, topk
+from monoidreduce.engines.triton.kernels import elementwise, listed_launch, pick, small_kernels, topk
 from monoidreduce.engines.triton.launch import descriptors, jit_module
 from monoidreduce.engines.triton.panel import accumulators, row_factor
 from monoidreduce.engines.triton.schedules import spec_from_tensors
@@ -66,7 +66,7 @@ def by_address(monkeypatch):
         return lambda *arguments: run(kernels, name, grid, [*map(_at, arguments, like)], *constants)
 
     internals.replace_fixed_kernel_launch(monkeypatch, first)
-    small_ones = (row_factor, accumulators, spec_from_tensors, elementwise, pick, topk, split_combine, listed_launch)
+    small_ones = (row_factor, accumulators, spec_from_tensors, elementwise, pick, topk, small_kernels, listed_launch)
     for kernels in (module._kernels for module in small_ones):
         monkeypatch.setattr(kernels, "launch_cache", jit_module.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)

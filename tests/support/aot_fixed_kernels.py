@@ -11,7 +11,7 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import elementwise, large_topk, pick, point_search, split_combine
+from monoidreduce.engines.triton.kernels import elementwise, large_topk, pick, point_search, small_kernels
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.base import split_blocks
@@ -54,16 +54,16 @@ CASES = [
     (strips._kernels.text, *listed("*bf16", 2048, 4096, 64, 16)),
     (strips._kernels.text, *listed("*fp32", 8192, 8192, 128, 0)),
     (pick._kernels.text, "run_sums", SINGLE, {"WHICH": 0, "WIDTH": 128, "LANES": 128, "ENTRIES": 16}, 1),
-    (split_combine._kernels.text, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
+    (small_kernels._kernels.text, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
     (
-        split_combine._kernels.text,
+        small_kernels._kernels.text,
         "unite_softmax",
         {**SOFT, "parts": "i32", "rows": "i32"},
         dict(WIDTH=128, LANES=128, ROWS=1, NUMBERS=True, ALL=128, SOME=64, WAIT=False),
         8,
     ),
     (
-        split_combine._kernels.text,
+        small_kernels._kernels.text,
         "unite_sum",
         {"out": "*bf16", "x": "*fp32", "parts": "i32", "rows": "i32"},
         split_blocks(1024),

@@ -24,7 +24,7 @@ from ..common.torch_code import Elementwise
 from . import describe_leaves, prepared_folds
 from .codegen import k_loop
 from .codegen.kernel_spec import TINY, WIDEST, Unsupported
-from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, split_combine, topk, user_kernels
+from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, small_kernels, topk, user_kernels
 from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import FoldSavingResults, PreparedFold, gather_labels, merge_batches, record
@@ -83,7 +83,7 @@ __all__ = [
     "run_k_loop_fold",
     "run_listed",
     "skip_launches",
-    "split_combine",
+    "small_kernels",
     "sums_batch",
     "topk",
     "use_plan",

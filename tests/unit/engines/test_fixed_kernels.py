@@ -31,7 +31,7 @@ def test_launches_name_kernels(path):
     calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in sets]
     named = [(n.func.id, n.args[0].value) for n in calls if isinstance(n.args[0], ast.Constant)]
     assert calls and all(name in kernels[one] for one, name in named)
-    if path.stem == "split_combine":  # kinds of reduction name theirs
+    if path.stem == "small_kernels":  # kinds of reduction name theirs
         return
     written = {n.value for n in nodes if isinstance(n, ast.Constant)}
     for one, names in kernels.items():

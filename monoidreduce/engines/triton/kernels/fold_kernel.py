@@ -38,7 +38,7 @@ from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choo
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
-from . import elementwise, split_combine, topk
+from . import elementwise, small_kernels, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
 Merged = Callable[[], Leaves]  # the leaves with merged batch dimensions, made where they are needed
@@ -431,7 +431,7 @@ class FoldLaunch:
         return (
             self.splits > 1
             and self.is_repeatable
-            and all(split_combine.can_hold_splits(r, forms) for r, forms in every)
+            and all(small_kernels.can_hold_splits(r, forms) for r, forms in every)
         )
 
     @property
@@ -579,15 +579,15 @@ class FoldLaunch:
         not."""
         return None
 
-    def list_combining_launches(self) -> list[split_combine.CombiningLaunch] | None:
+    def list_combining_launches(self) -> list[small_kernels.CombiningLaunch] | None:
         """How a replay combines the results of splits: no launches without splits, None where torch combines them."""
-        found: list[split_combine.CombiningLaunch] = []
+        found: list[small_kernels.CombiningLaunch] = []
         if not self.spec.split:
             return found
         for r, places in split(self.fold, list(range(len(self.outputs)))):
             forms, types = [self.outputs[k] for k in places], [self.types[k] for k in places]
-            most = 0 if self.few_rows is None else split_combine.FEW_ROWS
-            made = split_combine.recipes(r, forms, types, self.sizes.device, most)
+            most = 0 if self.few_rows is None else small_kernels.FEW_ROWS
+            made = small_kernels.recipes(r, forms, types, self.sizes.device, most)
             if made is None:
                 return None
             found += [one.offset(places[0]) for one in made]
@@ -628,7 +628,7 @@ class FoldLaunch:
         """Whole results: those of splits combined, top-k lists sorted."""
         if self.spec.split:
             outputs[:] = combine(
-                self.fold, outputs, self.split_lengths, ordered=self.ordered, faster=split_combine.combine_splits
+                self.fold, outputs, self.split_lengths, ordered=self.ordered, faster=small_kernels.combine_splits
             )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.topk_places:

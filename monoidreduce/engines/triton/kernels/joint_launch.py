@@ -32,7 +32,7 @@ from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
 from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
 from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves, Merged, Then
-from .split_combine import CombiningLaunch
+from .small_kernels import CombiningLaunch
 
 _BATCH_DIMS = 4  # of a result, after merging
 _NOBODY = 2**30  # the first column tile of rows that no tile visits

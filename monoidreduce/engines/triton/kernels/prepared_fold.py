@@ -37,7 +37,7 @@ from . import elementwise, fold_kernel, pick
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
 from .histogram import Bands, DiagonalLaunch, HistogramLaunch, SummedPlaces, rewrite_bands, rewrite_sums
 from .joint_launch import JointLaunch
-from .split_combine import CombiningLaunch
+from .small_kernels import CombiningLaunch
 
 
 class PreparedFold:

@@ -11,7 +11,7 @@ from monoidreduce.engines import triton
 from monoidreduce.engines.common.combine import combine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.kernels import split_combine
+from monoidreduce.engines.triton.kernels import small_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -55,7 +55,7 @@ def parts(op, shape, width, seed=0):
 def test_as_torch_has_it(op, width, shape):
     fold, stacked = parts(op, shape, width)
     lengths = [10] * shape[0]
-    found = combine(fold, stacked, lengths, ordered=True, faster=split_combine.combine_splits)
+    found = combine(fold, stacked, lengths, ordered=True, faster=small_kernels.combine_splits)
     expected = combine(fold, [t.double() for t in stacked], lengths, ordered=True)
     for a, b, plain in zip(found, expected, combine(fold, stacked, lengths, ordered=True), strict=True):
         torch.testing.assert_close(a, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -84,13 +84,13 @@ def test_the_best_and_sums_as_torch_has_them(shape, dtype, seed):
             place = torch.arange(value.numel()).view(shape)
             wanted = value.max(0) if r.attrs[2][0] else value.min(0)
             wanted = wanted.values, place.gather(0, wanted.indices[None])[0]
-            found = split_combine.combine_splits(r, [value, place])
+            found = small_kernels.combine_splits(r, [value, place])
         else:
             whole = r.args[0].dtype == "int"
             value = (
                 torch.randint(-9, 9, shape, generator=gen) if whole else torch.randn(shape, generator=gen, dtype=dtype)
             )
-            found, wanted = split_combine.combine_splits(r, [value]), (value.sum(0),)
+            found, wanted = small_kernels.combine_splits(r, [value]), (value.sum(0),)
         for got, want in zip(found, wanted, strict=True):
             assert got.dtype == want.dtype
             torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-6, atol=1e-5)
@@ -125,13 +125,13 @@ def test_large_parts_are_let_go_at_once(by_address, monkeypatch):
     """They are no part of a tape, which holds all that it needs until it is done."""
     launched = []
     monkeypatch.setattr(
-        split_combine,
+        small_kernels,
         "combine_splits",
-        lambda *given, real=split_combine.combine_splits: launched.append(given) or real(*given),
+        lambda *given, real=small_kernels.combine_splits: launched.append(given) or real(*given),
     )
     args = [torch.randn(n, 16) for n in (40, 70, 70)]
     for small, calls in ((2**20, 1), (0, 3)):
-        monkeypatch.setattr(split_combine, "_SMALL", small)
+        monkeypatch.setattr(small_kernels, "_SMALL", small)
         launched.clear()
         with mr.use(engine="triton"), use_plan({"cols": KernelPlan(16, 16, 4, 1, 3 + calls)}), torch.no_grad():
             for _ in range(3):
@@ -145,10 +145,10 @@ def test_large_parts_are_let_go_at_once(by_address, monkeypatch):
 def test_what_has_no_kernel_is_left_to_torch():
     fold, stacked = parts(attention, (2, 5), 8)
     (r,) = fold.reductions
-    assert split_combine.combine_splits(r, [t.double() for t in stacked]) is None
-    assert split_combine.combine_splits(r, [t[:, :0] for t in stacked]) is None
+    assert small_kernels.combine_splits(r, [t.double() for t in stacked]) is None
+    assert small_kernels.combine_splits(r, [t[:, :0] for t in stacked]) is None
     _, wide = parts(attention, (2, 5), 2000)
-    assert split_combine.combine_splits(r, wide) is None
+    assert small_kernels.combine_splits(r, wide) is None
 
 
 def test_results_are_of_the_same_types_as_those_of_a_whole_walk():
