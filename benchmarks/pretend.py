@@ -29,7 +29,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 import monoidreduce as mr
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
-from monoidreduce.engines.triton.kernels import elementwise
+from monoidreduce.engines.triton.kernels import small_kernels
 from monoidreduce.engines.triton.launch import descriptors, hardware, jit_module
 from monoidreduce.engines.triton.panel import accumulators, kernel_step
 from monoidreduce.plan import op_counts, schedule
@@ -95,7 +95,7 @@ _plain_row_dot = dispatch.row_dot
 def _row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     asks = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
     narrow = x.dtype in matmul.SIXTEEN and compute is torch.float32
-    found = elementwise.compute_row_dots(x, y) if narrow and not asks else None
+    found = small_kernels.compute_row_dots(x, y) if narrow and not asks else None
     return _plain_row_dot(x, y, compute) if found is None else found
 
 

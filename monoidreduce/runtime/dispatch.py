@@ -416,7 +416,7 @@ def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     on_gpu = x.is_cuda or dry_run_sizes.get() is not None
     plain = type(x) is Tensor and type(y) is Tensor and on_gpu and x.dtype in SIXTEEN and compute is torch.float32
     if plain and not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
-        found = triton.elementwise.compute_row_dots(x, y) if x.is_cuda else torch.zeros(x.shape[:-1], device="cpu")
+        found = triton.small_kernels.compute_row_dots(x, y) if x.is_cuda else torch.zeros(x.shape[:-1], device="cpu")
         if found is not None:
             return found
     x, y = (t if t.dtype is compute else t.to(compute) for t in (x, y))
@@ -434,12 +434,12 @@ def label_share(labels: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
 def label_share_kernel(labels: Tensor, ignored: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
     """The function that computes :func:`label_share` for labels like these by one kernel; None where there is none."""
     plain = labels.is_cuda and type(labels) is Tensor and not torch.compiler.is_compiling()
-    return triton.elementwise.prepare_share(labels, ignored) if plain and dtype is torch.float32 else None
+    return triton.small_kernels.prepare_share(labels, ignored) if plain and dtype is torch.float32 else None
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """``x.mul_(factor)`` for a 0-dim factor. A factor of 1 reads nothing: gradients of a mean are large."""
-    if x.is_cuda and triton.elementwise.scale_in_place(x, factor):
+    if x.is_cuda and triton.small_kernels.scale_in_place(x, factor):
         return x
     if factor.device.type == "cpu" and float(factor) == 1.0:
         return x

@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
-from monoidreduce.engines.triton.kernels import elementwise
+from monoidreduce.engines.triton.kernels import small_kernels
 from monoidreduce.plan import settings
 from monoidreduce.plan.schedule import follow
 from monoidreduce.plan.settings import EnvironmentVariable
@@ -376,14 +376,14 @@ def test_results_that_share_an_allocation():
 def test_the_share_of_a_row(count, by_address):
     labels = torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(count))
     labels[1::3] = -100
-    share, others = elementwise.prepare_share(labels, -100), labels.flip(0).clamp(max=3)
+    share, others = small_kernels.prepare_share(labels, -100), labels.flip(0).clamp(max=3)
     for given in (labels, others, labels):
         assert torch.equal(share(given, -100), dispatch.label_share(given, -100, torch.float32))
     nothing = torch.full((3,), -100)
-    assert elementwise.prepare_share(nothing, -100)(nothing, -100) == torch.inf
+    assert small_kernels.prepare_share(nothing, -100)(nothing, -100) == torch.inf
     assert (
-        elementwise.prepare_share(labels[:0], -100) is None
-        and elementwise.prepare_share(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
+        small_kernels.prepare_share(labels[:0], -100) is None
+        and small_kernels.prepare_share(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
     )
 
 
@@ -392,10 +392,10 @@ def test_scaling_in_place(dtype, by_address):
     x = torch.arange(30.0).view(5, 6).to(dtype)
     for factor in (1.0, 2.0, 0.5):
         expected, before = x * factor, x.data_ptr()
-        assert elementwise.scale_in_place(x, torch.tensor(factor))
+        assert small_kernels.scale_in_place(x, torch.tensor(factor))
         assert torch.equal(x, expected) and x.data_ptr() == before
-    assert not elementwise.scale_in_place(x.mT, torch.tensor(2.0))
-    assert not elementwise.scale_in_place(x.double(), torch.tensor(2.0))
+    assert not small_kernels.scale_in_place(x.mT, torch.tensor(2.0))
+    assert not small_kernels.scale_in_place(x.double(), torch.tensor(2.0))
 
 
 def test_variables_are_read_as_they_are_now(monkeypatch):

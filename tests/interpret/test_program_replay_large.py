@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton.kernels import elementwise
+from monoidreduce.engines.triton.kernels import small_kernels
 from monoidreduce.runtime import replay
 from tests.interpret.test_program_replay import FORWARD, assert_close, attention, by_torch, drawn, grads, heads
 from tests.support import internals
@@ -30,13 +30,13 @@ def kernels(monkeypatch):
 @pytest.fixture
 def launched(by_address, monkeypatch):
     """All launches that are made again, shifts too."""
-    real = elementwise._launch_shift
+    real = small_kernels._launch_shift
 
     def seen(out, number, total):
         again = real(out, number, total)
         return None if again is None else lambda *given: by_address.append("shift") or again(*given)
 
-    monkeypatch.setattr(elementwise, "_launch_shift", seen)
+    monkeypatch.setattr(small_kernels, "_launch_shift", seen)
     return by_address
 
 
@@ -131,16 +131,16 @@ def test_a_tape_is_not_worth_its_first_run_where_pairs_are_too_many(by_address, 
 def test_shifts_as_torch_makes_them():
     number, total = torch.randn(5, 7), torch.randn(5, 7)
     total[0, :3] = torch.tensor([-torch.inf, torch.inf, torch.nan])
-    found = elementwise.compute_shift(number, total, (5, 7))
+    found = small_kernels.compute_shift(number, total, (5, 7))
     wanted = (number + torch.where(total.isinf(), torch.inf, total)) * math.log2(math.e)
     torch.testing.assert_close(found, wanted, equal_nan=True)
-    assert elementwise.replay_shift(number, total, (5, 7)) is None, "nothing is launched again by the interpreter"
-    assert elementwise.compute_shift(number[0], total[0], (5, 7)).shape == (5, 7)
+    assert small_kernels.replay_shift(number, total, (5, 7)) is None, "nothing is launched again by the interpreter"
+    assert small_kernels.compute_shift(number[0], total[0], (5, 7)).shape == (5, 7)
 
 
 @pytest.mark.parametrize("size", [1, 1023, 2500])
 def test_shifts_by_a_kernel(by_address, size):
     number, total = torch.randn(size), torch.randn(size)
     total[::5] = -torch.inf
-    found = elementwise.compute_shift(number, total, (size,))
+    found = small_kernels.compute_shift(number, total, (size,))
     assert torch.equal(found, (number + total.nan_to_num(neginf=math.inf)).mul_(math.log2(math.e)))

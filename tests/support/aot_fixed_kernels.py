@@ -11,7 +11,7 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import elementwise, large_topk, pick, point_search, small_kernels
+from monoidreduce.engines.triton.kernels import large_topk, pick, point_search, small_kernels
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.base import split_blocks
@@ -70,7 +70,7 @@ CASES = [
         4,
     ),
     (
-        elementwise._shift_kernels.text,
+        small_kernels._shift_kernels.text,
         "shift",
         {**dict.fromkeys(("out", "number", "total"), "*fp32"), "size": "i32"},
         {"LANES": 1024},

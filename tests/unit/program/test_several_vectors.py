@@ -42,7 +42,7 @@ def test_as_whole_matrices(name, engine):
 def test_more_than_one_tile(name, monkeypatch):
     """Ragged tiles, each with several rows and columns."""
     with mr.use(engine="eager"), monkeypatch.context() as patch:
-        patch.setattr(schedule, "choose", lambda *_, **__: schedule.Tiles(1, 4, 3))
+        patch.setattr(schedule, "choose_tiles", lambda *_, **__: schedule.Tiles(1, 4, 3))
         compare(name, 9, 10, 2, 3)
 
 

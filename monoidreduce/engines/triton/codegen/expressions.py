@@ -71,7 +71,7 @@ class ExpressionWriter:
         self.pair_features = 0  # features of all vectors that are held per pair
         self.pair_names: set[str] = set()  # names of floats per pair
         self.scalars = False  # inside a monoid's combine: plain literals only
-        self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``elementwise.py``)
+        self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``small_kernels.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
         self.delays_products = False  # a tile's last product may be issued with the next tile's arithmetic
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}

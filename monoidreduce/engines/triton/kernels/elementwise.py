@@ -1,16 +1,12 @@
-"""Kernels on one side, between passes: a program instance takes some rows, and every feature.
+"""One kernel for all arithmetic on one side between passes: a program instance takes some rows, and every feature.
 
-All arithmetic between two passes is one generated kernel. The text is made of the same lines as a fold's
-(``expressions.py``): a number is a block ``[KEPT, 1]``, a vector ``[KEPT, features]``, and there is no folded axis.
-
-Small fixed kernels read vectors once: ⟨x_i, y_i⟩ for every row, a factor for all of them, shifts of exponents. torch
-raises 16-bit vectors to float32 in memory first; at the sizes of attention that costs a tenth of a backward pass.
+The text is made of the same lines as a fold's (``expressions.py``): a number is a block ``[KEPT, 1]``, a vector
+``[KEPT, features]``, and there is no folded axis.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +21,8 @@ from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import Elementwise
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import LOG2E, Spec, Unsupported, pad_width, power_of_two
-from ..launch import hardware, jit_module
-from ..launch.jit_module import Kernels
+from ..codegen.kernel_spec import Spec, Unsupported, pad_width
+from ..launch import jit_module
 from ..launch.launch_recipes import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
@@ -222,130 +217,3 @@ class ElementwiseLaunch:
         arguments = self.template.list_recipe_arguments()
         strides = tuple(allocate.strides for allocate in self.allocators)
         return Recipe(self.relaunch, tuple(allocate.form for allocate in self.allocators), tuple(arguments), strides)
-
-
-_DOT_TEXT = """@triton.jit
-def row_dot(out, x, y, rows, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, LANES)
-    place = at[:, None] * WIDTH + lane[None, :]
-    inside = (at < rows)[:, None] & (lane < WIDTH)[None, :]
-    a = tl.load(x + place, mask=inside, other=0).to(tl.float32)
-    b = tl.load(y + place, mask=inside, other=0).to(tl.float32)
-    tl.store(out + at, tl.sum(a * b, 1), mask=at < rows)
-
-
-@triton.jit
-def scale(x, factor, size, LANES: tl.constexpr):
-    by = tl.load(factor).to(tl.float32)
-    if by != 1.0:
-        for start in range(tl.program_id(0).to(tl.int64) * LANES, size, tl.num_programs(0) * LANES):
-            at = start + tl.arange(0, LANES)
-            old = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
-            tl.store(x + at, old * by, mask=at < size)
-
-
-@triton.jit(do_not_specialize=["ignored", "size"])
-def share(out, labels, ignored, size, LANES: tl.constexpr):
-    count = tl.zeros([LANES], tl.int32)
-    for start in range(0, size, LANES):
-        at = start + tl.arange(0, LANES)
-        label = tl.load(labels + at, mask=at < size, other=0)
-        count += ((label != ignored) & (at < size)).to(tl.int32)
-    tl.store(out, tl.div_rn(1.0, tl.sum(count, 0).to(tl.float32)))
-"""
-_WIDEST_DOT = 1024
-_LABELS = 2**16  # counted by one program instance; torch's two kernels are faster beyond
-_dots = Kernels("Sums over the features of each row.", _DOT_TEXT)
-
-
-def compute_row_dots(x: Tensor, y: Tensor) -> Tensor | None:
-    """⟨x_i, y_i⟩ in float32, of two contiguous tensors ``[..., features]``; None where there is no kernel for them."""
-    if x.shape != y.shape or not 0 < x.shape[-1] <= _WIDEST_DOT or not (x.is_contiguous() and y.is_contiguous()):
-        return None
-    out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    width, lanes = x.shape[-1], power_of_two(x.shape[-1])
-    constants = dict(WIDTH=width, LANES=lanes, ROWS=max(1, 4096 // lanes))
-    _dots("row_dot", (-(-out.numel() // constants["ROWS"]),), (out, x, y, out.numel()), constants)
-    return out
-
-
-def scale_in_place(x: Tensor, factor: Tensor) -> bool:
-    """x *= factor, a 0-dim tensor, in place; nothing is read where it is 1. False where there is no kernel for them."""
-    if not x.is_contiguous() or factor.numel() != 1 or x.dtype not in _SCALED or factor.dtype is torch.float64:
-        return False
-    grid = (min(-(-x.numel() // 4096), 2048),)
-    _dots("scale", grid, (x, factor, x.numel()), dict(LANES=4096), dict(num_warps=8))
-    return True
-
-
-def prepare_share(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
-    """What finds one over the number of labels that are not ignored, in float32, for labels of one type, size, strides
-    and alignment; None where there is no kernel for them."""
-    size = labels.numel()
-    if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
-        return None
-    room, relaunch = _allocate_one(labels.device), None
-
-    def share(labels: Tensor, ignored: int, *_: torch.dtype) -> Tensor:
-        nonlocal relaunch
-        out = room()
-        if relaunch is None:
-            relaunch = _dots("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
-        else:
-            relaunch(out.data_ptr(), labels.data_ptr(), ignored, size)
-        return out
-
-    return share
-
-
-@functools.cache
-def _allocate_one(device: torch.device) -> Allocator:
-    return Allocator(((), torch.float32), device)
-
-
-_SCALED = (torch.bfloat16, torch.float16, torch.float32)
-
-
-# The shift of an exponent along the folded axis, made before the launch: (number + logarithm of a total) × log2(e).
-#
-# torch takes four operations for it, each a launch of its own.
-
-_SHIFT = f"""@triton.jit
-def shift(out, number, total, size, LANES: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = at < size
-    of_total = tl.load(total + at, mask=here, other=0.0)
-    seen = tl.where(tl.abs(of_total) == float("inf"), float("inf"), of_total)  # a total of nothing hides all
-    tl.store(out + at, (tl.load(number + at, mask=here, other=0.0) + seen) * {LOG2E!r}, mask=here)
-"""
-_LANES = 1024
-_shift_kernels = Kernels("Shifts of exponents.", _SHIFT)
-
-
-def fits_kernel(number: Tensor, total: Tensor, size: int) -> bool:
-    """True when one kernel makes the shifts of so many numbers."""
-    plain = all(v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in (number, total))
-    return plain and hardware.can_relaunch(number.device)
-
-
-def compute_shift(number: Tensor, total: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The shifts, of this shape; infinite where the total is of nothing."""
-    if fits_kernel(number, total, math.prod(shape)):
-        found = torch.empty_like(number)
-        _launch_shift(found, number, total)
-        return found.view(shape)
-    seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
-    return (number + seen).mul_(LOG2E).expand(shape).contiguous()
-
-
-def replay_shift(number: Any, total: Any, shape: tuple[int, ...]) -> Callable[..., None] | None:
-    """What launches the kernel again for tensors like these, after it did once; None where torch makes the shifts."""
-    return (
-        _launch_shift(torch.empty_like(number), number, total) if fits_kernel(number, total, math.prod(shape)) else None
-    )
-
-
-def _launch_shift(out: Tensor, number: Tensor, total: Tensor) -> Callable[..., None] | None:
-    size = out.numel()
-    return _shift_kernels("shift", (-(-size // _LANES),), (out, number, total, size), {"LANES": _LANES})

@@ -38,7 +38,7 @@ from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choo
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_fold import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
-from . import elementwise, small_kernels, topk
+from . import small_kernels, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
 Merged = Callable[[], Leaves]  # the leaves with merged batch dimensions, made where they are needed
@@ -567,7 +567,7 @@ class FoldLaunch:
             given = (Leaf(at, True), rows.count, *flat.stride())
             found.append(Recipe(relaunch, ((rows.shape, torch.float32),), given))
         for n, t in self.shifts:
-            relaunch = elementwise.replay_shift(leaves[n], leaves[t], shape)
+            relaunch = small_kernels.replay_shift(leaves[n], leaves[t], shape)
             if relaunch is None:
                 return None
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
@@ -644,7 +644,7 @@ class FoldLaunch:
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of no pair."""
-        made = elementwise.compute_shift(
+        made = small_kernels.compute_shift(
             number, total, (*(self.batch if self.needs_merged else self.sizes.batch), self.lengths[1])
         )
         return made if self.shift_descriptor is None else descriptors.replace_base(self.shift_descriptor, made)
