@@ -189,7 +189,7 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
     if not _is_short(k):
         return _factor_shared(k, over)
-    free, alone, rest = ONE, ONE, ONE
+    free, alone, others = ONE, ONE, []
     stack = [k]
     while stack:
         f = stack.pop()
@@ -217,8 +217,24 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
             free = apply("mul", free, number[0])
             stack.append(apply("where", f.args[0], number[1], 0.0))
         else:
-            rest = apply("mul", rest, f)
-    return free, alone, rest
+            others.append(f)
+    if free.rows or free.cols:  # of a row without columns it may be infinite, and the sum is 0: it stays inside
+        at = next((n for n, f in enumerate(others) if _hides_absent_pairs(f)), None)
+        if at is not None:
+            condition, value, _ = others[at].args
+            others[at], free = apply("where", condition, apply("mul", value, free), 0.0), ONE
+    return free, alone, functools.reduce(lambda a, b: apply("mul", a, b), others, ONE)
+
+
+def _hides_absent_pairs(e: Expr) -> bool:
+    """True for a number that is 0 where a domain (``cols=``) has no pair: lists, or a row's sequence and a column's."""
+    if e.op != "where" or not constructors.is_constant(e.args[2], 0):
+        return False
+    for c in topological([e.args[0]], stop=lambda c: c.op not in ("logical_and", "stretches")):
+        sides = [(a.rows, a.cols) for a in c.args if a.op in ("input", "leaf") and a.dtype == "int"]
+        if c.op == "listed" or (c.op == "eq" and sides == [(True, False), (False, True)]):
+            return True
+    return False
 
 
 def _is_product(e: Expr) -> bool:
