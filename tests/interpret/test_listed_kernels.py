@@ -416,12 +416,20 @@ def test_what_has_no_kernel(monkeypatch, strict):
     monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
 
     @mr.op
-    def many_best(x: Row["f"], y: Col["f"]):
-        return mr.topk(x @ y, 65)
+    def wide(x: Row["f"], y: Col["f"], v: Col["d"]):
+        return mr.reduce(own_monoids.Attention, z=x @ y, v=v).v
 
-    refused = pytest.raises(mr.EngineError, match="the 65 best, more than 64")
-    with mr.use(engine="triton", strict=strict), refused if strict else pytest.warns(mr.FallbackWarning, match="65"):
-        many_best(torch.ones(6, 16), torch.ones(80, 16), cols=edges(6, 80, 8))
+    args = torch.ones(6, 16), torch.ones(80, 16), torch.ones(80, 300)
+    refused = pytest.raises(mr.EngineError, match="features")
+    said = pytest.warns(mr.FallbackWarning, match="features")
+    with mr.use(engine="triton", strict=strict), refused if strict else said:
+        wide(*args, cols=edges(6, 80, 8))
+    monkeypatch.delenv("TRITON_INTERPRET")  # no kernels run here then: lists and sequences too
+    for domain in (edges(6, 80, 8), mr.jagged(torch.tensor([0, 6]), torch.tensor([0, 80]))):
+        refused = pytest.raises(mr.EngineError, match="on a CPU")
+        said = pytest.warns(mr.FallbackWarning, match="on a CPU")
+        with mr.use(engine="triton", strict=strict), refused if strict else said:
+            attention(*args, cols=domain)
 
 
 def by_engine(run, op, args, domain, plans=None):

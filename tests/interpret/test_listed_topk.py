@@ -148,7 +148,8 @@ def test_one_kernel_and_little_memory(run):  # noqa: F811
     with run({"cols": KernelPlan(16, 64)}), torch.no_grad():
         with Sizes():
             values, places = best(x, y, b, cols=domain)
-        (prepared,) = {id(one.kernel): one for ready in listed_fold._PREPARED.values() for one in ready.launches}.values()
+        launches = [one for ready in listed_fold._PREPARED.values() for one in ready.launches]
+    (prepared,) = {id(one.kernel): one for one in launches}.values()
     assert max(sizes) <= y.numel() < 32 * 512
     assert "next_best" in prepared.kernel.text and prepared.kernel is compiler.compile_fold(prepared.spec)
     truth = (x.double() @ y.double().T).topk(K)

@@ -116,9 +116,7 @@ class Spec:
 
     def is_per_entry(self, e: Expr) -> bool:
         """True for a leaf that has a number for each entry of lists."""
-        return e.is_pair and self.listed is not None and (
-            not self.listed.whole_pairs or e.attrs[0] in (ONCE, COPIES)
-        )
+        return e.is_pair and self.listed is not None and (not self.listed.whole_pairs or e.attrs[0] in (ONCE, COPIES))
 
     @property
     def listing(self) -> Listing:

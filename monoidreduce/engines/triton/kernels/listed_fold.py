@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ....plan import settings
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import FastForm, kind_of
@@ -39,7 +37,7 @@ from .listed_launch import LISTS, UNEVEN_WAVES, ListedLaunch, ListWork
 from .lists import COPIED, FIRST, ListForm, Lists, LocalFold, direction_of, localize, make_lists
 from .long_lists import LongLists
 from .page_gradients import PageGradients
-from .prepared_fold import ExtraLaunch, StepLaunches, list_histograms, list_kernels, merge_batches
+from .prepared_fold import ExtraLaunch, StepLaunches, check_device, list_histograms, list_kernels, merge_batches
 
 
 class PreparedListedFold:
@@ -403,7 +401,7 @@ class PagedFold(ListedFold):
 
 def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold:
     """A fold over pages some of whose reductions go over rows; raises Unsupported where it has no kernel."""
-    _check_launches(sizes.device)
+    check_device(sizes.device)
     places = page_gradients.find_gradients(fold)
     others = tuple(k for k in range(len(fold.reductions)) if k not in places)
     part = keep_reductions(fold, places)
@@ -418,16 +416,11 @@ def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold
     return PagedFold(fold, sizes, by_row, gradients, ready)
 
 
-def _check_launches(device: torch.device) -> None:
-    if not (settings.has_triton() and (device.type != "cpu" or settings.interprets_kernels())):
-        raise Unsupported("no kernels run on this device")
-
-
 def _prepare(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]
 ) -> tuple[ListedFold, list[Any]]:
     """The fold as kernels run it, and the leaves that they read; raises Unsupported where it has none."""
-    _check_launches(sizes.device)
+    check_device(sizes.device)
     local = localize(fold)
     own = local.fold
     ways = dict.fromkeys(map(direction_of, own.reductions))

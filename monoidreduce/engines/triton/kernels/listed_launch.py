@@ -240,6 +240,8 @@ class ListedLaunch(FoldLaunch):
         family = hardware.find_family(self.sizes.device)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = max(16, 1 << (group - 1).bit_length())
+        if any(r.attrs[0] == "next_best" for r in self.fold.reductions):
+            most = 16  # rows of a tile wait for each other's lists
         if most <= _FEW and item == 2 and plain.widths.folded and not plain.traits.pair_features:
             widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
             plan = choose_few_plan(plain, self.over, family, (group, self.lengths[1]), 1, 1, widens, True)

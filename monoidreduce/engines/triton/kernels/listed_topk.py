@@ -1,10 +1,9 @@
 """A top-k over lists of columns whose list does not fit in registers: its best, then the best behind these, and so on.
 
-A launch keeps as many as fit in registers, of the pairs behind the last one that the launches before it found: of lower
-numbers, of equal ones at later places, and copies of itself that a list still has. All launches are of one kernel, which
-computes a pair to the same bits in each of them. Besides the results nothing is held, however long lists are, and
-nothing waits for the host. Pairs are computed in every launch; what takes the time is to keep the lists, which takes as
-many steps for one long list.
+A launch keeps as many as fit in registers, of the pairs behind the last one that the launches before it found: of
+lower numbers, of equal ones at later places, and copies of itself that a list still has. All launches are of one
+kernel, which computes a pair to the same bits in each of them. Besides the results nothing is held, however long lists
+are, and nothing waits for the host. Pairs are computed in every launch.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ class LocalFold(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def localize(fold: Fold) -> LocalFold:
     """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
-    as they are listed. Raises Unsupported where equal entries of a list have numbers of their own and are told apart, which is an error if there are any."""
+    as they are listed. Raises Unsupported where equal entries of a list have numbers of their own and are told apart,
+    which is an error if there are any."""
     nodes = topological([*fold.reductions, *fold.scales])
     once = [e for e in nodes if e.op == "listed_once"]
     edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"

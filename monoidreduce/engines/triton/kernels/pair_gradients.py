@@ -1,10 +1,10 @@
-"""Gradients of numbers that are given per pair, of the whole axes, over blocks and pages: a kernel that walks lists stores
-each listed pair's number where the argument has it.
+"""Gradients of numbers that are given per pair, over blocks and pages: a kernel that walks lists stores each listed
+pair's number where the argument has it.
 
-A pair is written once, by the first of the entries that name it, with what the others add: all copies of a pair have one
-number, but for what goes to the first of them alone. So nothing is added in memory, and there is one order. Where the
-argument is broadcast along an axis, its gradient is a sum over that axis, as any other; along batch dimensions, whose
-gradients are added up, elements are folded one after the other, so that nothing larger than the argument is held.
+A pair is written once, by the first of the entries that name it, with what the others add: all copies of a pair have
+one number, but for what goes to the first of them alone. So nothing is added in memory, and there is one order. Where
+the argument is broadcast along an axis, its gradient is a sum over that axis, as any other. Along batch dimensions it
+is added up, one element after the other, so that nothing larger than the argument is held.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def _count_copies(fold: Fold) -> Fold:
         return fold
     number, *like = r.args
     once = [e for e in topological([number]) if e.op == "listed_once"]
-    first, other = (constructors.substitute((number,), dict.fromkeys(once, const(is_first)))[0] for is_first in (True, False))
+    at = [dict.fromkeys(once, const(is_first)) for is_first in (True, False)]
+    first, other = (constructors.substitute((number,), changed)[0] for changed in at)
     more = apply("cast", apply("sub", COPIED, 1), to="float")
     total = apply("add", first, apply("where", apply("gt", COPIED, 1), apply("mul", more, other), 0.0))
     made = reduce_node("pair", r.attrs[1], r.attrs[2], (total, *like))
