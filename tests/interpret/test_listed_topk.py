@@ -47,7 +47,7 @@ def sort_pairs(s, times, largest):
     nothing = -math.inf if largest else math.inf
     values, places = torch.full((len(s), K), nothing, dtype=s.dtype), torch.full((len(s), K), -1)
     for i, (numbers, own) in enumerate(zip(s.detach(), times.long(), strict=True)):
-        absent = [(nothing, -1)] * int((own == 0).sum())  # of the whole axis, whose other pairs are infinities
+        absent = [(nothing, -1)] * max(0, len(own) - int(own.sum()))  # of the whole axis: others are infinities
         pairs = [(float(v), j) for j, v in enumerate(numbers) for _ in range(own[j])] + absent
         order = lambda p: (math.isnan(p[0]) != largest, -p[0] if largest else p[0], p[1])
         for k, (v, j) in enumerate(sorted(pairs, key=order)[:K]):

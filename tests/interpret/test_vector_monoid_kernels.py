@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
+from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 from monoidreduce.engines.triton.launch import hardware
@@ -71,6 +72,7 @@ LISTS = {
 @pytest.mark.parametrize("name", LISTS)
 def test_over_lists(name, monkeypatch):
     """Columns named again, empty lists and rows, lists that are split; kept vectors, and folds over rows."""
+    monkeypatch.setattr(listed_fold, "_PREPARED", BoundedCache(64))
     monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
     monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 0)
     monkeypatch.setattr(listed_fold, "UNEVEN_WAVES", 1)
