@@ -347,9 +347,8 @@ class ListedWriter(ExpressionWriter):
         if self.listed.whole_pairs:
             copies = [self.number(e) for e in self.spec.fold.leaves if e.attrs[0] == COPIES]
             row = "(tl.cast(batch, tl.int64) * kept_size + kept_at[:, None]) * folded_size"
-            col = "folded_lane" if self.listed.gathered else "(start + folded_lane)"
             mask = " & ".join(["kept_in[:, None]", "folded_in[None, :]", *(f"({c} > 0)" for c in copies)])
-            place = self._in_lists(None, f"{out} + {row} + {col}[None, :]")
+            place = self._in_lists(None, f"{out} + {row} + folded_at[None, :]")
             self.inside.append(f"tl.store({place}, {value}, mask={mask})")
             return
         place = self._in_lists(None, f"{out} + tl.cast(batch, tl.int64) * entry_count + {self.entry()}[None, :]")

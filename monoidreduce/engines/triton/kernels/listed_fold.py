@@ -207,10 +207,9 @@ def _choose_element(
 ) -> tuple[list[Any], Sizes, Callable[[str], Lists]]:
     """The leaves, sizes and lists of one element of some batch dimensions; a domain's tensors as they are."""
     assert fold.domain is not None
-    numbers = fold.domain.args[1:] if fold.domain.attrs[0][0] == "pages" else ()  # lengths, which pairs read too
     own: list[Any] = []
     for e, v in zip(fold.leaves, leaves, strict=True):
-        if isinstance(v, Tensor) and (e not in fold.domain.args or e in numbers):
+        if isinstance(v, Tensor) and e not in fold.domain.args:
             axes = 1 if e is COPIED else e.rows + e.cols + (e.feature is not None)
             v = v[(None,) * (len(at) + axes - v.dim())]
             for d, k in enumerate(at):

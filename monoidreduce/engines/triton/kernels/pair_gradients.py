@@ -1,5 +1,5 @@
-"""Gradients of numbers that are given per pair, over blocks and pages: a kernel that walks lists stores each listed
-pair's number where the argument has it.
+"""Gradients of numbers that are given per pair, over blocks: a kernel that walks lists stores each listed pair's number
+where the argument has it.
 
 A pair is written once, by the first of the entries that name it, with what the others add: all copies of a pair have
 one number, but for what goes to the first of them alone. So nothing is added in memory, and there is one order. Where
@@ -31,8 +31,8 @@ Launch = Callable[..., list[Tensor]]  # of a fold, leaves and sizes, and the ele
 
 
 def find_gradients(fold: Fold) -> tuple[int, ...]:
-    """The places of such reductions; over edges, numbers of pairs are numbers of entries."""
-    if fold.domain is None or fold.domain.attrs[0][0] == "edges":
+    """The places of such reductions; over edges, numbers of pairs are numbers of entries, and pages have none."""
+    if fold.domain is None or fold.domain.attrs[0][0] != "blocks":
         return ()
     return tuple(k for k, r in enumerate(fold.reductions) if kind_of(r).per_pair)
 
@@ -63,19 +63,15 @@ def _run_gradient(fold: Fold, leaves: Sequence[Any], sizes: Sizes, launch: Launc
             return total.unsqueeze(dim).sum_to_size(shape).view(given.shape)
     assert fold.domain is not None
     (form,) = fold.domain.attrs
-    one, own = _count_copies(fold), [*leaves]
-    if COPIED in one.leaves:
-        tensors = [leaves[fold.leaves.index(a)] for a in fold.domain.args]
-        copies = bounded_cache.compute_once(
-            ("copies", form, sizes.rows, sizes.cols, *tensors),
-            lambda: (
-                (lists := restore_domain(form, tensors).listing(sizes.rows, sizes.cols))
-                .copies(-(-sizes.cols // lists.col_block))
-                .int()
-            ),
-            sizes.device,
-        )
-        own.append(copies.view(*(1,) * len(sizes.batch), -1))
+    tensors = [leaves[fold.leaves.index(a)] for a in fold.domain.args]
+
+    def count_copies() -> Tensor:
+        lists = restore_domain(form, tensors).listing(sizes.rows, sizes.cols)
+        return lists.copies(-(-sizes.cols // lists.col_block)).int()
+
+    asked = ("copies", form, sizes.rows, sizes.cols, *tensors)
+    copies = bounded_cache.compute_once(asked, count_copies, sizes.device)
+    one, own = _add_copies(fold), [*leaves, copies.view(*(1,) * len(sizes.batch), -1)]
     repeated = [n if m == 1 < n else 0 for m, n in zip(shape, sizes.batch, strict=False)]
     if not any(repeated):
         return write(one, own, sizes)[0]
@@ -94,11 +90,9 @@ def _sum_over(fold: Fold, over: str) -> Fold:
 
 
 @functools.lru_cache(maxsize=1024)
-def _count_copies(fold: Fold) -> Fold:
+def _add_copies(fold: Fold) -> Fold:
     """The fold whose number of a pair is that of all its copies."""
     (r,) = fold.reductions
-    if fold.domain is None or fold.domain.attrs[0][0] == "pages":  # a page is listed once
-        return fold
     number, *like = r.args
     once = [e for e in topological([number]) if e.op == "listed_once"]
     at = [dict.fromkeys(once, const(is_first)) for is_first in (True, False)]
