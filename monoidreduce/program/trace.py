@@ -203,8 +203,8 @@ def _describe_place(function: Any, name: str, line: int) -> str:
 # the bytecode: names of globals and of the closure, each followed by attributes and constant subscripts
 # (``config.scale``, ``settings["window"]``). Where such a name leads to no number but to a list, a dictionary or an
 # object (``for w in weights``, ``helper(config, s)``), all that is plain in it is one place, and so is a function of
-# torch. :meth:`WatchedPlaces.holds` compares them with what they were; where one has changed, the body is traced again. A tensor in such a place is no number: :attr:`WatchedPlaces.tensors` has its
-# name.
+# torch. :meth:`WatchedPlaces.holds` compares them with what they were; where one has changed, the body is traced again.
+# A tensor in such a place is no number: :attr:`WatchedPlaces.tensors` has its name.
 
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -435,7 +435,7 @@ def _describe_content(read: Read, name: str, skipped: set[Any]) -> str:
             return "{" + ", ".join(f"{describe(k, 1)}: {describe(v, depth - 1)}" for k, v in value.items()) + "}"
         if isinstance(value, _CONTAINERS):
             return kind.__name__ + str([describe(v, depth - 1) for v in value])
-        held = {**{n: getattr(value, n, None) for n in getattr(kind, "__slots__", ())}, **getattr(value, "__dict__", {})}
+        held = {n: getattr(value, n, None) for n in getattr(kind, "__slots__", ())} | getattr(value, "__dict__", {})
         return ", ".join(f"{n}={describe(v, depth - 1)}" for n, v in held.items() if n not in skipped)
 
     return describe(read(), 4)
