@@ -157,6 +157,7 @@ def test_the_dense_engine_agrees(sample, seed):
 
 DERIVED = {
     "softcap and sinks": {"softcap": 2.0, "sinks": (2,), "return_lse": True},
+    "sinks of rows that see nothing": {"sinks": (2,), "return_lse": True, "lengths": torch.tensor([0])},
     "slopes and window": {"alibi_slopes": (2,), "window": 2, "scale": ()},
     "bias and mask": {"bias": (2, 3, 4), "attn_mask": (1, 4), "causal": "lower_right"},
     "shared heads": {"enable_gqa": True, "dropout_p": 0.3, "seed": 3, "lengths": torch.tensor([3])},
