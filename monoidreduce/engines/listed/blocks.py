@@ -18,9 +18,10 @@ from ...program.constructors import LISTED
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ...reductions import kind_of
-from ..common import bounded_cache, unseen
+from ..common import bounded_cache
 from ..common.chosen_blocks import ChosenBlocks
 from ..common.evaluate import Sizes, restore_domain
+from ..common.subproblem import add_unlisted
 
 Walk = Callable[[Fold, list[Any], Sizes, ChosenBlocks], list[Tensor] | None]
 _LEAST = 16  # indices of a block
@@ -39,7 +40,7 @@ def run(fold: Fold, given: Mapping[Expr, Any], sizes: Sizes, tensors: Sequence[T
     make = functools.partial(_make_table, form, tensors, sizes.rows, sizes.cols)
     chosen = bounded_cache.compute_once(("chosen", form, sizes.rows, sizes.cols, *tensors), make, sizes.device)
     found = None if chosen is None else walk(whole, [given[e] for e in whole.leaves], sizes, chosen)
-    return None if found is None else unseen.add_unlisted(fold, found, tensors, sizes)
+    return None if found is None else add_unlisted(fold, found, tensors, sizes)
 
 
 @functools.lru_cache(maxsize=1024)
