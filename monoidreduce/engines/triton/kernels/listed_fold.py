@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....plan import settings
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ....reductions import FastForm, kind_of
