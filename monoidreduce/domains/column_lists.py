@@ -71,10 +71,20 @@ class ColumnLists:
 
     def first_of_equal(self, blocks: int) -> Tensor:
         """Which items are the first of their list's equal ones; ``blocks``: of an element."""
+        return self.copies(blocks) > 0
+
+    def copies(self, blocks: int) -> Tensor:
+        """How often each item is in its list, at the first of equal ones; 0 at the others. ``blocks``: of an element.
+
+        >>> import torch, monoidreduce as mr
+        >>> mr.edges(torch.tensor([0, 2, 5]), torch.tensor([1, 1, 1, 0, 1])).listing(2, 2).copies(2).tolist()
+        [2, 0, 2, 1, 0]
+        """
         key, order = (self.owners().long() * blocks + self.items).sort(stable=True)
-        first = torch.ones_like(key, dtype=torch.bool)
-        first[1:] = key[1:] != key[:-1]
-        return torch.empty_like(first).scatter_(0, order, first)
+        place = torch.arange(len(key), device=key.device)
+        count = torch.searchsorted(key, key, right=True) - place
+        count[1:].masked_fill_(key[1:] == key[:-1], 0)
+        return torch.empty_like(count).scatter_(0, order, count)
 
     def multiplicity(self, rows: int, cols: int) -> Tensor:
         """How often each pair is folded, dense: [*batch, rows, cols]."""

@@ -203,6 +203,10 @@ class PagedCache(nn.Module):
         each = [k.shape[2]] * len(sequences) if counts is None else list(counts)
         if len(set(sequences)) < len(sequences):
             raise ArgumentError(detail=f"sequences was given {list(sequences)}", fix="Name each sequence once")
+        if len(each) != len(sequences):
+            raise ArgumentError(
+                detail=f"counts has {len(each)} numbers for {len(sequences)} sequences", fix="Give one for each"
+            )
         longer = {s: self.lengths.get(s, 0) + n for s, n in zip(sequences, each, strict=True)}
         wanted = {s: -(-n // self.page) - len(self._owned.get(s, [])) for s, n in longer.items()}
         short = sum(max(n, 0) for n in wanted.values()) - self.pages_left
@@ -222,7 +226,11 @@ class PagedCache(nn.Module):
         self.lengths.update(longer)
 
     def attend(self, sequences: Sequence[int], q: Tensor, **options: Any) -> Tensor | AttentionOutput:
-        """Attention of these sequences' newest tokens q [S, H, M, f]; the options of ``ops.attention_paged``."""
+        """Attention of these sequences' newest tokens q [S, H, M, f]; the options of ``ops.attention_paged``.
+
+        Raises :class:`ArgumentError` for a sequence that was never appended to, or was given back."""
+        if unknown := [s for s in sequences if s not in self.lengths]:
+            raise ArgumentError(detail=f"the cache holds no sequences {unknown}", fix="Append their tokens first")
         return ops.attention_paged(q, self.keys, self.values, self.pages(sequences), **options)
 
     def free(self, sequence: int) -> None:

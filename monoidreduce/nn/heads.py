@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .. import ops
+from ..errors import ArgumentError, shown
 
 Number = float | Tensor | None
 H = TypeVar("H", bound="Head")
@@ -32,6 +33,11 @@ class Head(nn.Module):
     @classmethod
     def of(cls: type[H], linear: nn.Linear, **options: Any) -> H:
         """This head over the weights of a layer that is already there."""
+        if not all(hasattr(linear, name) for name in ("in_features", "out_features", "weight", "bias")):
+            raise ArgumentError(
+                detail=f"linear was given {shown(linear)}",
+                fix="Give a torch.nn.Linear; for tied weights, one whose weight is the embedding's",
+            )
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", **options)
         head.linear = linear
         return head

@@ -494,6 +494,8 @@ def score_options(
             options[name] = _matrix(name, matrix, name == "attn_mask", cols)
             options["mask"] = "adds" if matrix.dtype is not torch.bool else "hides" if mask_hides else "shows"
     options.update({name: value for name, value in per_head.items() if value is not None})
+    for name in ("alibi_slopes", "sinks"):
+        grouping.per_head(name, per_head.get(name), q, k)
     if lengths is not None:
         options["lengths"] = grouping.lengths("lengths", lengths, k, q)
     if documents is not None:
@@ -568,6 +570,8 @@ def _alignment(causal: Any, is_causal: Any) -> tuple[bool, bool]:
             detail=f"causal was given {checks.describe_value(causal)}",
             fix='Use True, False, "upper_left" (as True) or "lower_right"',
         )
+    if isinstance(is_causal, Tensor):
+        raise ArgumentError(detail=f"is_causal was given {checks.describe_value(is_causal)}", fix="Give True or False")
     if is_causal and causal == "lower_right":
         raise ArgumentError(
             detail='is_causal=True, which is "upper_left", was given with causal="lower_right"', fix="Drop is_causal"

@@ -40,6 +40,18 @@ def per_sequence(name: str, value: Any, shape: str, tail: int, *tensors: Any) ->
     return value
 
 
+def per_head(name: str, value: Any, *tensors: Any) -> None:
+    """Raise ShapeError where numbers [..., H] have axes that tensors [..., H, L, f] do not have before the last two."""
+    if not isinstance(value, Tensor):
+        return
+    lead = max(2, *[t.dim() for t in tensors if hasattr(t, "dim")]) - 2
+    if value.dim() > max(lead, 1):
+        raise ShapeError(
+            detail=f"{name} has shape {tuple(value.shape)}, but there are only {lead} batch dimensions",
+            fix="Give one number for each head, [..., H], without axes for rows and columns",
+        )
+
+
 def lengths(name: str, value: Any, x: Any, *others: Any) -> Tensor:
     """How many of the vectors x [B, ..., L, f] has, one number per sequence; looked at where looking is free."""
     found = per_sequence(name, value, "[B], or more of the leading dimensions", 0, x, *others)

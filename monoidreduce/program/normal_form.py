@@ -189,7 +189,7 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
     if not _is_short(k):
         return _factor_shared(k, over)
-    free, alone, rest = ONE, ONE, ONE
+    free, alone, others = ONE, ONE, []
     stack = [k]
     while stack:
         f = stack.pop()
@@ -217,8 +217,72 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
             free = apply("mul", free, number[0])
             stack.append(apply("where", f.args[0], number[1], 0.0))
         else:
-            rest = apply("mul", rest, f)
-    return free, alone, rest
+            others.append(_guard_terms(f) if f.op in ("add", "sub") else f)
+    if free.rows or free.cols:
+        guarded = _multiply_inside(others, [("mul", free)], ("listed", "eq"))
+        free = free if guarded is None else ONE
+        others = guarded or others
+    return free, alone, functools.reduce(lambda a, b: apply("mul", a, b), others, ONE)
+
+
+# A domain (``cols=``) may leave a row without columns. Numbers of such a row may be infinite (one over a sum of
+# nothing) where cotangents are 0 because a condition says that no pair exists: they are multiplied under it.
+
+
+def _multiply_inside(numbers: list[Expr], sided: list[tuple[str, Expr]], kinds: tuple[str, ...]) -> list[Expr] | None:
+    """The factors ``numbers`` with numbers of one side multiplied to the one that is 0 where no pair exists, or divided
+    by; None where there is no such factor. ``kinds``: of what says so: lists (``"listed"``), or equal numbers of
+    sequences (``"eq"``)."""
+    at = next((n for n, f in enumerate(numbers) if _hides_absent_pairs(f, kinds)), None)
+    if at is None:
+        return None
+    condition, value, _ = numbers[at].args
+    value = functools.reduce(lambda a, b: apply(b[0], a, b[1]), sided, value)
+    return [*numbers[:at], apply("where", condition, value, 0.0), *numbers[at + 1 :]]
+
+
+def _hides_absent_pairs(e: Expr, kinds: tuple[str, ...]) -> bool:
+    if e.op != "where" or not constructors.is_constant(e.args[2], 0):
+        return False
+    for c in topological([e.args[0]], stop=lambda c: c.op not in ("logical_and", "stretches")):
+        sides = [(a.rows, a.cols) for a in c.args if a.op in ("input", "leaf") and a.dtype == "int"]
+        if c.op in kinds and (c.op == "listed" or sides == [(True, False), (False, True)]):
+            return True
+    return False
+
+
+def _guard_terms(e: Expr) -> Expr:
+    """The same sum of numbers per pair. Pairs of other sequences are computed, and must not divide 0 by 0."""
+    done: dict[Expr, Expr] = {}
+    for n in topological([e], stop=lambda n: n.op not in ("add", "sub")):
+        args = tuple(done.get(a, a) for a in n.args)
+        done[n] = constructors.rebuild(n, args) if n.op in ("add", "sub") else _guard_product(n)
+    return done[e]
+
+
+def _guard_product(e: Expr) -> Expr:
+    numbers: list[Expr] = []
+    sided: list[tuple[str, Expr]] = []
+    stack, negative = [e] if _is_short(e) else [], False
+    while stack:
+        f = stack.pop()
+        if not f.is_pair:
+            sided.append(("mul", f))
+        elif f.op == "mul" and f.dtype == "float":
+            stack += reversed(f.args)
+        elif f.op == "neg":
+            negative = not negative
+            stack.append(f.args[0])
+        elif f.op == "div" and not f.args[1].is_pair:
+            sided.append(("div", f.args[1]))
+            stack.append(f.args[0])
+        else:
+            numbers.append(f)
+    found = _multiply_inside(numbers, sided, ("eq",)) if any(x.rows or x.cols for _, x in sided) else None
+    if found is None:
+        return e
+    product = functools.reduce(lambda a, b: apply("mul", a, b), found)
+    return apply("neg", product) if negative else product
 
 
 def _is_product(e: Expr) -> bool:

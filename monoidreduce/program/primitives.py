@@ -63,6 +63,16 @@ def _floor_divide(a: Any, b: Any, out: Any = None) -> Any:
     return value if out is None else out.copy_(value)
 
 
+def _logaddexp(a: Any, b: Any, out: Any = None) -> Any:
+    """torch's, in a form that has a second derivative: torch's own is NaN where one argument is far below the other."""
+    if out is not None or not torch.is_grad_enabled():
+        return torch.logaddexp(a, b, out=out)
+    larger, smaller = torch.where(b > a, b, a), torch.where(b > a, a, b)
+    alike = (larger == smaller) & torch.isinf(larger)  # their difference would be NaN
+    gap = torch.where(alike, 0.0, smaller - larger)
+    return torch.where(alike, larger.detach(), larger + F.softplus(gap))
+
+
 def _decay(x: Any, out: Any = None) -> Any:
     """exp(-x), and 0 where x is minus infinity: one over a total whose logarithm is x, 0 if there was nothing."""
     return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
@@ -458,7 +468,7 @@ _ROWS = [
     ),
     _P(
         "logaddexp",
-        torch.logaddexp,
+        _logaddexp,
         lambda g, y, a, b: (g * d.logaddexp_share(a, b, y), g * d.logaddexp_share(b, a, y)),
         triton="logaddexp({0}, {1})",
         cost=2.5,

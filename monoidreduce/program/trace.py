@@ -201,16 +201,20 @@ def _describe_place(function: Any, name: str, line: int) -> str:
 # A body is traced once and its program cached, so a number that it reads from outside would keep its first value.
 # :func:`watch` lists the places that a body, and the functions it calls, can read such a number from. They are found in
 # the bytecode: names of globals and of the closure, each followed by attributes and constant subscripts
-# (``config.scale``, ``settings["window"]``). :meth:`WatchedPlaces.holds` compares them with what they were; where one
-# has changed, the body is traced again. A tensor in such a place is no number: :attr:`WatchedPlaces.tensors` has its
-# name.
+# (``config.scale``, ``settings["window"]``). Where such a name leads to no number but to a list, a dictionary or an
+# object (``for w in weights``, ``helper(config, s)``), all that is plain in it is one place, and so is a function of
+# torch. :meth:`WatchedPlaces.holds` compares them with what they were; where one has changed, the body is traced again.
+# A tensor in such a place is no number: :attr:`WatchedPlaces.tensors` has its name.
 
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _FIXED_PACKAGES = ("monoidreduce", "torch", "numpy", "math", "cmath", "operator", "functools", "itertools", "builtins")
+_NOT_SETTINGS = tuple(n for n in _FIXED_PACKAGES if n not in ("numpy", "builtins"))
 _MOST = 4096  # instructions and objects looked at: a body that reaches more is not followed further
 _CHAIN = 16  # instructions after a name that may be attributes and subscripts of it
 _LONGEST = 16  # items of a tuple that is compared as a value
+_CONTENT = 256  # values looked at in a list, a dictionary or an object, in all
+_READERS = ("get", "items", "values", "keys", "index", "count", "copy", "union", "intersection", "difference")
 
 Read = functools.partial[Any]  # gives what is at a place now; its second argument is the last name of the place
 
@@ -296,6 +300,7 @@ class _Search:
         self.seen: set[int] = set()
         self.held: list[Any] = []  # what was seen, so that identities stay their own
         self.left = _MOST
+        self.contents: list[Read] = []
         self.stored: set[Any] = set()  # attributes, globals and cells that a function writes: counters, no settings
 
     def functions(self, waiting: list[Any]) -> None:
@@ -306,6 +311,7 @@ class _Search:
         found.names = [one for one in found.names if (id(one[0]), one[1]) not in self.stored]
         found.cells = [one for one in found.cells if id(one[0]) not in self.stored]
         found.others = [one for one in found.others if one[0].args[1] not in self.stored]
+        found.others += [(one, _read_value(one)) for one in self.contents if one.args[1] not in self.stored]
 
     def _search_function(self, called: Any) -> list[Any]:
         """Search one function; returns the functions that it names."""
@@ -370,6 +376,10 @@ class _Search:
             if _is_followed(value, steps, following is not None):
                 note()
                 yield value
+            elif following is None and isinstance(value, _FUNCTIONS) and _is_fixed_package(value):
+                note()
+            elif following is None and _has_content(value, steps):
+                self.contents.append(functools.partial(_describe_content, read, name, self.stored))
             if following is None or (isinstance(value, types.ModuleType) and _is_fixed_package(value)):
                 return
             key, is_item, count = following
@@ -389,6 +399,46 @@ def _is_followed(value: Any, steps: list[Any], goes_on: bool) -> bool:
         return False
     copied = bool(steps) and steps[0].opname in ("COPY", "DUP_TOP")  # an attribute of it is written
     return not goes_on and not copied
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
+def _has_content(value: Any, steps: list[Any]) -> bool:
+    """Whether a body may read plain values of what a name stands for: of a list, a dictionary, a set or an object."""
+    if isinstance(value, types.BuiltinMethodType):  # a method of a list or a dictionary
+        return isinstance(value.__self__, _CONTAINERS) and value.__name__ in _READERS
+    written = bool(steps) and steps[0].opname in ("STORE_ATTR", "STORE_SUBSCR", "COPY", "DUP_TOP")
+    return not (written or isinstance(value, (types.ModuleType, type, torch.Tensor, *_FUNCTIONS)))
+
+
+def _describe_content(read: Read, name: str, skipped: set[Any]) -> str:
+    """A text of all that is plain in a list, a dictionary or an object. ``skipped``: attributes that are counters."""
+    left = _CONTENT
+
+    def describe(value: Any, depth: int) -> str:
+        nonlocal left
+        left -= 1
+        if left < 0 or isinstance(value, torch.Tensor):
+            return ""
+        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, _CONTAINERS):
+            value = value.__self__
+        if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
+            return repr(value)
+        kind = type(value)
+        if depth == 0 or kind.__module__.split(".")[0] in _NOT_SETTINGS:
+            return ""
+        if kind.__module__ == "numpy":  # a number, or an array
+            return repr(value)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{describe(k, 1)}: {describe(v, depth - 1)}" for k, v in value.items()) + "}"
+        if isinstance(value, _CONTAINERS):
+            return kind.__name__ + str([describe(v, depth - 1) for v in value])
+        held = {n: getattr(value, n, None) for n in getattr(kind, "__slots__", ())} | getattr(value, "__dict__", {})
+        return ", ".join(f"{n}={describe(v, depth - 1)}" for n, v in held.items() if n not in skipped)
+
+    return describe(read(), 4)
 
 
 def _return_value(value: Any) -> Any:

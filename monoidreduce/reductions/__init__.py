@@ -22,7 +22,7 @@ from .pair import Pair
 from .pick import Pick, Picks
 from .softmax import Softmax
 from .sum import Sum
-from .topk import Panel, TopK
+from .topk import NextBest, Panel, TopK
 from .user import User
 
 _ROWS = (
@@ -32,6 +32,7 @@ _ROWS = (
     Pick(),
     Picks(),
     TopK(),
+    NextBest(),
     Moments(),
     User(),
     Pair(),

@@ -210,11 +210,9 @@ class Best(Reduction):
         (x,) = stretch(fields, vectors, over, size)
         (largest,) = params
         dim = folded_dim(over)
-        if size == 0:
-            shape = list(x.shape)
-            shape[dim] = 1
-            nothing = x.new_full(shape, worst(x.dtype, largest))
-            return [nothing, torch.full(shape, -1, dtype=torch.int64, device=x.device)]
+        if size == 0:  # of nothing, but a gradient can be asked for
+            value = x.sum(dim, keepdim=True, dtype=x.dtype) + worst(x.dtype, largest)
+            return [value, torch.full_like(value, -1, dtype=torch.int64)]
         at = (x.argmax if largest else x.argmin)(dim, keepdim=True)
         value = x.gather(dim, at)
         return [value, torch.where(value == worst(value.dtype, largest), -1, at)]

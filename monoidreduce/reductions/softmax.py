@@ -382,11 +382,9 @@ class Softmax(Reduction):
         """The logsumexp and the means alone."""
         logit, *values = stretch(fields, vectors, over, size)
         dim = folded_dim(over)
-        if size == 0:
-            shape = list(logit.shape)
-            shape[dim] = 1
+        if size == 0:  # of nothing, but a gradient can be asked for
             sums = (v.sum(folded_dim(over, is_v), keepdim=True) for v, is_v in zip(values, vectors[1:], strict=True))
-            return [logit.new_full(shape, -math.inf), *sums]
+            return [logit.sum(dim, keepdim=True) - math.inf, *sums]
         blind = (logit == -math.inf).all(dim, keepdim=True)
         safe = torch.where(blind, 0.0, logit)
         z = torch.where(blind, -math.inf, torch.logsumexp(safe, dim, keepdim=True))

@@ -35,7 +35,7 @@ from .best import NOWHERE, is_chosen, no_places, worst
 MOST_IN_REGISTERS = 64  # k beyond which a kernel keeps no list
 # The keys (``ordered32``, ``ordered64``) of minus infinity, and of infinity where the smallest are sought.
 _WORST_KEY = {32: -(2**31) + 2**23 - 1, 64: -(2**63) + 2**52 - 1}
-_EMPTY = -2  # the place of a slot in which nothing is, while states are merged
+EMPTY = -2  # the place of a slot in which nothing is, while states are merged
 
 
 _LOOKED_AT = 2**16  # numbers at a time, of rows with equals
@@ -309,9 +309,7 @@ class TopKLines(Lines):
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
         least = f"tl.full([1, 1], {self._least}, tl.int{64 if self.wide else 32})"
-        value = v.full(fields[0])
-        key = f"{value}.to(tl.int64)" if self.is_integer else f"ordered{64 if self.wide else 32}({value})"
-        key = key if self.largest else f"~{key}"
+        key = self.key_of(v.full(fields[0]))
         places = self.place_of(fields)
         if len(fields) > 1:  # empty slots of parts
             key = f"tl.where({places} < 0, {least}, {key})"
@@ -335,6 +333,7 @@ class TopKLines(Lines):
             gone = f"first_lane(({n}_new == {n}_best[:, None]) & ({gone}))"
         v.inside += [
             f"{n}_new = {v.mask_columns(key, least)}",
+            *self.leave_out(places, least),
             *edge,
             f"while tl.max(({enters}).to(tl.int32), 0) > 0:",
             f"    {n}_best = tl.max({n}_new, 1)",
@@ -349,6 +348,15 @@ class TopKLines(Lines):
             *(f"    {line}" for line in edge),
         ]
 
+    def key_of(self, value: str) -> str:
+        """Numbers as integers, the best largest."""
+        key = f"{value}.to(tl.int64)" if self.is_integer else f"ordered{64 if self.wide else 32}({value})"
+        return key if self.largest else f"~{key}"
+
+    def leave_out(self, places: str, least: str) -> list[str]:
+        """Lines that take pairs of a tile out of its keys."""
+        return []
+
     def finish(self) -> list[tuple[list[str], Any]]:
         n, feature = self.name, f"#{self.k}"
         keys = f"{'' if self.largest else '~'}{n}_keys"
@@ -359,7 +367,7 @@ class TopKLines(Lines):
         if self.holds_nan:
             empty = f"{n}_keys == {self._least}"
             self.v.inside.append(f"{n}_values = tl.where({empty}, float('nan'), {n}_values)")
-            places = f"tl.where({empty}, {_EMPTY}, {places})"
+            places = f"tl.where({empty}, {EMPTY}, {places})"
         values = f"{n}_values"
         if self.k > self.tools.tiny:
             return [([values], feature), ([places], feature)]
@@ -434,20 +442,20 @@ class TopK(Reduction):
         seen = torch.arange(k, device=value.device) < per_part(lengths, place)
         # an integer beats no slot: ties are kept in the order of places
         last = largest or not value.is_floating_point()
-        return [value if last else torch.where(seen, value, math.nan), torch.where(seen, place, _EMPTY)]
+        return [value if last else torch.where(seen, value, math.nan), torch.where(seen, place, EMPTY)]
 
     def merge(self, params: tuple, state: State) -> State:
         """The k best of all parts: sorted by place first, then stably by value, so that ties keep their order."""
         k, largest = params
         value, place = (t.movedim(0, -2).flatten(-2) for t in state)
-        order = torch.where(place == _EMPTY, NOWHERE, place).argsort(dim=-1, stable=True)
+        order = torch.where(place == EMPTY, NOWHERE, place).argsort(dim=-1, stable=True)
         value, place = value.gather(-1, order), place.gather(-1, order)
         value, order = value.sort(dim=-1, descending=largest, stable=True)
         return [value[..., :k].unsqueeze(0), place.gather(-1, order)[..., :k].unsqueeze(0)]
 
     def close(self, params: tuple, state: State) -> State:
         value, place = state
-        return [torch.where(place == _EMPTY, worst(value.dtype, params[1]), value), place.clamp(min=-1)]
+        return [torch.where(place == EMPTY, worst(value.dtype, params[1]), value), place.clamp(min=-1)]
 
     def add_unseen(self, params: tuple, results: State, count: Callable[[], tuple[Any, int]]) -> State:
         return list(_add_unseen(params, results[0], results[1], count))
@@ -464,6 +472,49 @@ class TopK(Reduction):
 
     def exchanged_bytes(self, r: Expr, width: Callable[[Expr], int], item: int) -> tuple[int, int]:
         return 0, r.attrs[2][0] * (item + 8)
+
+
+# ``next_best``: the k best of the pairs behind the last of those that are known, unsorted, for a top-k whose list does
+# not fit in registers over lists of columns (``engines/triton/kernels/listed_topk.py``).
+#
+# Fields: the number; of the last known pair its number and place; how many of its copies are known (a list may name a
+# column several times); and how many infinities without a place are.
+
+
+class NextBestLines(TopKLines):
+    """The same list, of the pairs that are behind another."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.last = self.reduction.args[1:4]
+        self.skipped = self.skipped and f"({self.skipped}) - {self.v.number(self.reduction.args[4])}"
+
+    def start(self) -> list[str]:
+        return [*super().start(), f"{self.name}_copies = tl.zeros([KEPT], tl.int32)"]
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        super().step(fields[:1])
+
+    def leave_out(self, places: str, least: str) -> list[str]:
+        n, (number, place, known) = self.name, map(self.v.number, self.last)
+        key = self.v.bind((self.name, "last"), self.key_of(number), False, f"{n}_known")
+        return [
+            f"{n}_copy = ({n}_new == {key}) & ({places} == {place})",
+            f"{n}_more = tl.cumsum({n}_copy.to(tl.int32), 1) + {n}_copies[:, None] > {known}",
+            f"{n}_copies += tl.sum({n}_copy.to(tl.int32), 1)",
+            f"{n}_behind = ({n}_new < {key}) | (({n}_new == {key}) & ({places} > {place})) | ({n}_copy & {n}_more)",
+            f"{n}_new = tl.where({n}_behind, {n}_new, {least})",
+        ]
+
+
+class NextBest(TopK):
+    name = "next_best"
+    fast_forms = FastForm.LISTS | FastForm.CUT_LISTS
+    lines = NextBestLines
+    unsorted = False
+
+    def add_unseen(self, params: tuple, results: State, count: Callable[[], tuple[Any, int]]) -> State:
+        return results  # whoever joins the lists does
 
 
 # ``panel``: folds nothing. It writes the number of every pair into a matrix, kept axis first, as the results of the

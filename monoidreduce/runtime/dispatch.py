@@ -103,24 +103,27 @@ def can_record(engine: str, sizes: Sizes) -> bool:
     return launches and settings.kernels_run_on(sizes.device)
 
 
-def _add_lists(run: Callable, inner: Callable, kernels: bool = False) -> Callable:
+def _add_lists(run: Callable, inner: Callable, kernels: bool = False, asked: bool = False) -> Callable:
     """An engine that also folds listed pairs, with ``inner`` for the batches of pieces; ``kernels``: by kernels that
-    read the lists, where there are any."""
+    read the lists, where there are any; ``asked``: kernels were asked for, and what runs instead is said."""
 
     def run_engine(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
         compiled = kernels and settings.kernels_run_on(sizes.device)
-        if fold.domain is None:
-            packed = not compiled and find_same_sequence(fold.reductions) is not None
-            found = listed.run_packed(fold, leaves, sizes, inner) if packed else None
-            return run(fold, leaves, sizes) if found is None else found
-        if not compiled:
-            return listed.run(fold, leaves, sizes, inner, eager.run_blocks)
+        sequences = not compiled and fold.domain is None and find_same_sequence(fold.reductions) is not None
+        if fold.domain is None and not sequences:
+            return run(fold, leaves, sizes)
         try:
-            return triton.run_listed(fold, leaves, sizes)
+            if compiled:
+                return triton.run_listed(fold, leaves, sizes)
+            if asked:
+                triton.check_device(sizes.device)
         except triton.Unsupported as reason:
             if all((sizes.rows, sizes.cols, *sizes.batch)):
                 triton.warn_fallback(fold, reason, "gathered pieces of lists run")
+        if fold.domain is not None:
             return listed.run(fold, leaves, sizes, inner, eager.run_blocks)
+        found = listed.run_packed(fold, leaves, sizes, inner)
+        return run(fold, leaves, sizes) if found is None else found
 
     return run_engine
 
@@ -132,8 +135,8 @@ def _run_pieces(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tenso
 
 ENGINES: dict[str, Callable] = {
     "eager": _add_lists(eager.run, eager.run),
-    "panel": _add_lists(_run_panels, eager.run),
-    "triton": _add_lists(_run_kernels, _run_pieces, kernels=True),
+    "panel": _add_lists(_run_panels, _run_pieces, kernels=True),
+    "triton": _add_lists(_run_kernels, _run_pieces, kernels=True, asked=True),
     "auto": _add_lists(tuning.run, _run_pieces, kernels=True),
 }
 

@@ -63,7 +63,7 @@ rtruediv scalar_tensor scatter scatter_add softmax sort special_erfcx special_ex
 sum_to_size take_along_dim tan tensor to topk transpose truediv unbind unflatten unfold unsqueeze view where xor zero
 zeros zeros_like
 """
-_FUNCTIONS = [getattr(row.torch, "__name__", row.name) for row in PRIMITIVES.values() if row.in_torch]
+_FUNCTIONS = [getattr(row.torch, "__name__", row.name).strip("_") for row in PRIMITIVES.values() if row.in_torch]
 _RECORDED = frozenset([*_OTHERS.split(), *_FUNCTIONS])
 _TRANSPOSE = Tensor.mT.__get__  # type: ignore[attr-defined]
 _INDEXES = frozenset({Tensor.__getitem__, Tensor.__setitem__})

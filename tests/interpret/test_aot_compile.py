@@ -121,7 +121,8 @@ def test_kernels_compile(capability, which, tmp_path):
                 most = SPILLS.get(case.name, 0) if capability == 90 else max(SPILLS.values())
                 assert kernel["spills"] <= most, kernel
             assert not (kernel["staged"] and kernel["crumbs"]), kernel
-            assert not (case.name.startswith("own monoid") and capability == 90 and kernel["spills"]), kernel
+            held = case.name.startswith(("own monoid", "200 best")) and capability == 90
+            assert not (held and kernel["spills"]), kernel
     forward = {k["case"]: k["staged"] for k in found[::-1]}
     expected = {name for name in STAGED if name in forward} if capability == 90 else set()
     assert {name for name, staged in forward.items() if staged} == expected

@@ -416,12 +416,20 @@ def test_what_has_no_kernel(monkeypatch, strict):
     monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
 
     @mr.op
-    def many_best(x: Row["f"], y: Col["f"]):
-        return mr.topk(x @ y, 65)
+    def wide(x: Row["f"], y: Col["f"], v: Col["d"]):
+        return mr.reduce(own_monoids.Attention, z=x @ y, v=v).v
 
-    refused = pytest.raises(mr.EngineError, match="the 65 best, more than 64")
-    with mr.use(engine="triton", strict=strict), refused if strict else pytest.warns(mr.FallbackWarning, match="65"):
-        many_best(torch.ones(6, 16), torch.ones(80, 16), cols=edges(6, 80, 8))
+    args = torch.ones(6, 16), torch.ones(80, 16), torch.ones(80, 300)
+    refused = pytest.raises(mr.EngineError, match="features")
+    said = pytest.warns(mr.FallbackWarning, match="features")
+    with mr.use(engine="triton", strict=strict), refused if strict else said:
+        wide(*args, cols=edges(6, 80, 8))
+    monkeypatch.delenv("TRITON_INTERPRET")  # no kernels run here then: lists and sequences too
+    for domain in (edges(6, 80, 8), mr.jagged(torch.tensor([0, 6]), torch.tensor([0, 80]))):
+        refused = pytest.raises(mr.EngineError, match="on a CPU")
+        said = pytest.warns(mr.FallbackWarning, match="on a CPU")
+        with mr.use(engine="triton", strict=strict), refused if strict else said:
+            attention(*args, cols=domain)
 
 
 def by_engine(run, op, args, domain, plans=None):
@@ -662,7 +670,7 @@ PAIR_FORMS = {
 @pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.int32], ids=str)
 @pytest.mark.parametrize("name", PAIRS_OVER)
 def test_numbers_per_pair_over_blocks(run, name, kind, form):
-    """They are of the whole axes; gradients of everything else are kernels too."""
+    """They are of the whole axes; all gradients are kernels too."""
     make, batch, rows, cols = PAIRS_OVER[name]
     chance = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=chance)
@@ -670,25 +678,44 @@ def test_numbers_per_pair_over_blocks(run, name, kind, form):
     q, k, v = draw(*batch, rows, 16), draw(*batch, cols, 16), draw(*batch, cols, 8)
     found, domain = [], make()
     for kernels in (False, True):
-        given = [t.detach().requires_grad_() for t in (q, k, v)]
+        given = [t.detach().requires_grad_(t.is_floating_point()) for t in (q, k, v, e)]
         with run(TILES) if kernels else mr.use(engine="reference"):
-            results = masked(*given, e, cols=domain)
-            found.append([*results, *listed_cases.gradients(results, given)])
+            results = masked(*given, cols=domain)
+            found.append([*results, *listed_cases.gradients(results, [t for t in given if t.requires_grad])])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*an argument is given per pair")  # of the pieces
-def test_gradients_of_numbers_per_pair_are_gathered(monkeypatch):
-    monkeypatch.setattr("monoidreduce.engines.triton.engine._warned", set())
-    domain, make = mr.blocks(torch.tensor([[0, 2], [1, 1]]), rows=16, cols=16), torch.Generator().manual_seed(0)
-    found = []
-    said = pytest.warns(mr.FallbackWarning, match="the gradient of numbers per pair over blocks")
-    for engine, warned in (("reference", contextlib.nullcontext()), ("triton", said)):
-        given = [torch.randn(s, generator=make.manual_seed(1)).requires_grad_() for s in ((32, 16), (48, 16), (32, 48))]
-        with mr.use(engine=engine):
-            results = weighted(*given, cols=domain)
-            with warned:
-                found.append([*results, *listed_cases.gradients(results, given)])
-    for one, other in zip(*found, strict=True):
+@mr.op
+def biased(q: Row["f"], k: Col["f"], e: mr.Pair):
+    s = q @ k + e
+    return mr.logsumexp(s), mr.max(s), mr.topk(s, 2).values, mr.sum(torch.sin(s) * e)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("form", PAIR_FORMS)
+@pytest.mark.parametrize("name", ["blocks named twice, lists for each element", "narrow blocks", "single pairs"])
+def test_gradients_of_numbers_per_pair_over_blocks(run, name, form):
+    """What goes to the first of equal pairs alone goes there once; the same bits in every run."""
+    make, batch, rows, cols = PAIRS_OVER[name]
+    chance, domain = torch.Generator().manual_seed(0), make()
+    draw = lambda *shape: torch.randn(*shape, generator=chance)
+    args = draw(*batch, rows, 16), draw(*batch, cols, 16), PAIR_FORMS[form](draw, batch, rows, cols)
+    pairs = [*by_engine(run, biased, args, domain, TILES)]
+    for (one, other), (again, _) in zip(pairs, by_engine(run, biased, args, domain, TILES), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert torch.equal(one, again)
+
+
+def test_gradients_of_numbers_per_pair_hold_one_matrix(run):
+    """A bias that eight heads share has one gradient of its size: their gradients are added one after the other."""
+    domain, make = mr.blocks(torch.tensor([[0, 2], [1, 1]]), rows=16, cols=32), torch.Generator().manual_seed(0)
+    q, k, e = (torch.randn(*s, generator=make).requires_grad_() for s in ((8, 32, 2), (8, 96, 2), (32, 96)))
+    with run():
+        total = weighted(q, k, e, cols=domain)[0]
+        with LargestResult() as seen:
+            (found,) = torch.autograd.grad(total.sum(), e)
+    assert e.numel() == found.numel() >= seen.numel
+    logits = (q @ k.mT + e).double()
+    weight = softmax(logits, domain.mask(32, 96))[1]
+    torch.testing.assert_close(found.double(), weight.sum(0), rtol=1e-4, atol=1e-5)

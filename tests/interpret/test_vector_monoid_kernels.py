@@ -1,10 +1,14 @@
 """Monoids with vector fields are kernels: values and gradients, whole, split, over rows, masked, in three types."""
 
+import functools
+
 import pytest
 import torch
 
 import monoidreduce as mr
+from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.kernels import listed_fold, long_lists
 from monoidreduce.engines.triton.launch import hardware
 from tests.support import own_monoids as own
 
@@ -40,6 +44,49 @@ def test_over_rows_with_masks_and_batches():
             results.append(own.with_gradients(seen, (x, v, y)))
     for got, right in zip(*results, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-3)
+
+
+@mr.op
+def weighed(x: mr.Row["d"], y: mr.Col["d"], v: mr.Col["e"], u: mr.Row["e"]):
+    s = x @ y
+    kept = mr.reduce(own.Attention, z=s, v=u)
+    found = mr.reduce(own.Attention, z=s, v=v * u), kept, mr.reduce(own.Attention, z=s, v=u * s, over="rows")
+    return tuple(t for one in found for t in (one.z, one.v))
+
+
+@mr.op
+def weighed_by_softmaxes(x: mr.Row["d"], y: mr.Col["d"], v: mr.Col["e"], u: mr.Row["e"]):
+    s = x @ y
+    z, means = mr.logsumexp(s), (mr.softmax_mean(s, v * u), mr.softmax_mean(s, u))
+    return z, means[0], z, means[1], mr.logsumexp(s, over="rows"), mr.softmax_mean(s, u * s, over="rows")
+
+
+LISTS = {
+    "blocks": lambda: mr.blocks(torch.tensor([[0, 2, 2], [1, 3, 0], [0, 0, 0]]), torch.tensor([3, 2, 0]), 16, 16),
+    "one row each": lambda: mr.blocks(torch.randint(0, 4, (37, 3)), rows=1, cols=16),
+    "edges": lambda: mr.edges(torch.arange(38) * 3 - torch.tensor([*[0] * 5, *[3] * 33]), torch.randint(0, 53, (108,))),
+    "one long list": lambda: mr.edges(torch.tensor([*[0] * 30, *[90] * 8]), torch.randint(0, 53, (90,))),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_over_lists(name, monkeypatch):
+    """Columns named again, empty lists and rows, lists that are split; kept vectors, and folds over rows."""
+    monkeypatch.setattr(listed_fold, "_PREPARED", BoundedCache(64))
+    monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
+    monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 0)
+    monkeypatch.setattr(listed_fold, "UNEVEN_WAVES", 1)
+    gen, domain = torch.Generator().manual_seed(1), LISTS[name]()
+    args = [torch.randn(n, f, generator=gen) for n, f in ((37, 5), (53, 5), (53, 12), (37, 12))]
+    with mr.use(engine="triton", strict=True):
+        found = own.with_gradients(functools.partial(weighed, cols=domain), args)
+    with mr.use(engine="reference"):
+        twin = functools.partial(weighed_by_softmaxes, cols=domain)
+        truth = own.with_gradients(twin, [a.double() for a in args])
+    for got, right in zip(found, truth, strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-4)
+    launches = [one for ready in listed_fold._PREPARED.values() for one in ready.long if one is not None]
+    assert launches or name in ("blocks", "one row each")
 
 
 @pytest.mark.parametrize(("f", "d"), [(5, 80), (100, 200)])

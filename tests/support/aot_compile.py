@@ -44,6 +44,16 @@ def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
 
 
 @mr.op
+def biased_attention(q: Row["f"], k: Col["f"], v: Col["d"], bias: mr.Pair):
+    return mr.softmax_mean(q @ k * 0.125 + bias, v)
+
+
+@mr.op
+def many_best(q: Row["f"], k: Col["f"]):
+    return mr.topk(q @ k, 200)
+
+
+@mr.op
 def shown(q: Row["f"], k: Col["f"], v: Col["d"], seen: Col, kind: Row):
     return mr.softmax_mean(torch.where(seen & (kind > 0), q @ k * 0.125, -torch.inf), v)
 
@@ -390,6 +400,23 @@ CASES = [
         for rows in (1, 64)
     ),
     Case("attention over edges 64", lambda *qkv: attention(*qkv, cols=_EDGES), _qkv(64), lean=False),
+    *(
+        Case(f"{name} over {where} 64", forward(functools.partial(op, cols=cols)), make, t, lean=False)
+        for name, op, make, t in (
+            ("200 best", many_best, _pairs(64), torch.bfloat16),
+            ("own monoid", own_monoids.attention, _qkv(64), torch.float32),
+        )
+        for where, cols in (("edges", _EDGES), ("blocks", _blocks(128)), ("blocks of 16", _blocks(16)))
+    ),
+    *(
+        Case(
+            f"gradients of numbers per pair over blocks{of} 64",
+            functools.partial(biased_attention, cols=_blocks(block)),
+            lambda t: (*_qkv(64)(t), torch.zeros(256, 256, dtype=t)),
+            lean=False,
+        )
+        for of, block in (("", 128), (" of 16", 16))
+    ),
     # keys and values stored in 8 bits
     *(
         Case(f"stored attention 128, {str(kind)[6:]}", attention, _stored(kind), lean=False)

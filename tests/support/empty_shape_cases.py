@@ -69,6 +69,7 @@ def reduction(name: str) -> mr.Op:
 
 def differentiated(value: Tensor, inputs: list[Tensor]) -> None:
     """Every gradient is there or is none, in its input's shape, and finite."""
+    assert value.requires_grad or not value.is_floating_point(), value
     if not value.requires_grad:
         return
     grads = torch.autograd.grad(value, inputs, torch.ones_like(value), allow_unused=True)

@@ -23,13 +23,19 @@ class ChosenBlocks:
 
     def choose_tile(self, most: tuple[int, int], swapped: bool) -> tuple[int, int]:
         """Kept and folded indices of tiles that lie in one block: divisors of its sizes, ``most`` at most."""
-        sizes = (self.cols, self.rows) if swapped else (self.rows, self.cols)
-        kept, folded = (next(n for n in range(min(s, m), 0, -1) if s % n == 0) for s, m in zip(sizes, most, strict=True))
+        kept, folded = (_largest_divisor(s, n) for s, n in zip(self._sizes(swapped), most, strict=True))
         return kept, folded
 
     def spread(self, table: Tensor, lengths: tuple[int, int], tile: tuple[int, int], swapped: bool) -> Tensor:
         """A table of this kind for the tiles of the kept and the folded axis."""
         table = table.mT if swapped else table
-        for dim, length, n, size in zip((-2, -1), lengths, tile, (self.rows, self.cols)[:: -1 if swapped else 1], strict=True):
+        for dim, length, n, size in zip((-2, -1), lengths, tile, self._sizes(swapped), strict=True):
             table = table.repeat_interleave(size // n, dim).narrow(dim, 0, -(-length // n))
         return table.contiguous()
+
+    def _sizes(self, swapped: bool) -> tuple[int, int]:
+        return (self.cols, self.rows) if swapped else (self.rows, self.cols)
+
+
+def _largest_divisor(size: int, most: int) -> int:
+    return next(n for n in range(min(size, most), 0, -1) if size % n == 0)

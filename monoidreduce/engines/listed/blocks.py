@@ -27,7 +27,9 @@ _LEAST = 16  # indices of a block
 _MOST = 2**24  # blocks of a table
 
 
-def run(fold: Fold, given: Mapping[Expr, Any], sizes: Sizes, tensors: Sequence[Tensor], walk: Walk) -> list[Tensor] | None:
+def run(
+    fold: Fold, given: Mapping[Expr, Any], sizes: Sizes, tensors: Sequence[Tensor], walk: Walk
+) -> list[Tensor] | None:
     """Run a fold over listed blocks; None where ``walk`` cannot."""
     assert fold.domain is not None
     (form,) = fold.domain.attrs

@@ -27,7 +27,7 @@ from .codegen.kernel_spec import TINY, WIDEST, Unsupported
 from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, small_kernels, topk, user_kernels
 from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
-from .kernels.prepared_fold import FoldSavingResults, PreparedFold, gather_labels, merge_batches, record
+from .kernels.prepared_fold import FoldSavingResults, PreparedFold, check_device, gather_labels, merge_batches, record
 from .launch import hardware, jit_module
 from .launch.jit_module import compile_ahead, compile_only, skip_launches, watch_resources
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches, ReplayNames, ReplayViews
@@ -57,6 +57,7 @@ __all__ = [
     "ReplayViews",
     "Unsupported",
     "as_for",
+    "check_device",
     "compile_ahead",
     "compile_only",
     "describe_numbers",

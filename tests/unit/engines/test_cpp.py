@@ -34,8 +34,8 @@ def ran(monkeypatch):
     """The folds that ran as C++ (True) or were handed on (False)."""
     found, run = [], cpp.run
 
-    def watched(*args):
-        result = run(*args)
+    def watched(*args, **kwargs):
+        result = run(*args, **kwargs)
         found.append(result is not None)
         return result
 
@@ -294,6 +294,102 @@ def test_threads_and_repeated_runs_have_equal_bits(ran):
     assert all(torch.equal(a, b) for a, b in zip(*many, strict=True)) and all(ran)
     for a, b in zip(one[0], many[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@mr.op
+@no_type_check
+def many_kinds(x: Row["d"], y: Col["d"], v: Col["e"], c: Col):
+    s = x @ y
+    best = mr.topk(torch.round(s), 5), mr.argmin(torch.round(s)), mr.max(s + c)
+    (values, places), least, most = best
+    return values, places, least, most, mr.softmax_mean(s, v), mr.logsumexp(s * c), mr.sum(torch.relu(s) * v)
+
+
+@pytest.mark.parametrize("rows, batch, splits", [(1, (), 4), (5, (2,), 2), (33, (), 6), (64, (), 1), (5, (4,), 1)])
+def test_columns_of_few_rows_are_split_over_threads(rows, batch, splits, monkeypatch):
+    """Four threads; of equal numbers the first column is found, whichever split it is in."""
+    monkeypatch.setattr(compiled_fold, "SPLIT_PAIRS", 2**8)
+    seen, call = set(), compiled_fold.CompiledFold.__call__
+    watched = lambda self, *given: seen.add(len(self.splits)) or call(self, *given)
+    monkeypatch.setattr(compiled_fold.CompiledFold, "__call__", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        check(many_kinds, R(*batch, rows, 6), R(3000, 6), R(3000, 7), R(3000))
+    finally:
+        torch.set_num_threads(before)
+    assert splits in seen  # of the gradient, which sums over both axes, there is one
+
+
+def test_labels_are_read_in_tiles_not_before_them(monkeypatch):
+    """What is true of one pair in a row decides no tile, unless a tile without it has nothing to do."""
+    made, table = [], variants._make_table
+    monkeypatch.setattr(variants, "_make_table", lambda *given: made.append(1) or table(*given))
+
+    @mr.op
+    @no_type_check
+    def only_labels(x: Row["d"], t: Row, y: Col["d"]):
+        return mr.logsumexp(torch.where(mr.col_index == t, x @ y, -torch.inf))
+
+    x, y, t = R(300, 12), R(700, 12), torch.arange(300) * 2
+    check(lambda *given: mr.ops.cross_entropy(*given, t), x, y)
+    assert not made
+    check(lambda x, y: only_labels(x, t, y), x, y)
+    assert made
+
+
+@mr.op
+@no_type_check
+def over_lists(x: Row["d"], y: Col["d"], v: Col["e"], bias: Pair, slope: mr.Batch):
+    near = (mr.row_index - mr.col_index).abs() < 150
+    s = torch.where(near, x @ y * slope + bias, -torch.inf)
+    return mr.softmax_mean(s, v), mr.argmax(s), mr.logsumexp(s, over="rows")
+
+
+LISTS = {  # sizes of blocks, batch dimensions of the lists, and whether the walk leaves out tiles
+    "ragged": (64, 32, (), True),
+    "of each head": (48, 64, (2, 3), True),
+    "of some heads": (64, 128, (2, 1), True),
+    "one tile is too small": (256, 512, (), True),
+    "of prime size": (64, 521, (), False),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_listed_blocks_are_tiles(name, monkeypatch):
+    rows, cols, batch, walks = LISTS[name]
+    keep = torch.rand(*batch, -(-300 // rows), -(-410 // cols)) < 0.5
+    keep[..., 0, :] = False
+    keep[..., -1, -1] = True
+    domain, walked, run = mr.blocks.from_mask(keep, rows=rows, cols=cols), [], cpp.run
+
+    def watched(*given, chosen=None, **kwargs):
+        found = run(*given, chosen=chosen, **kwargs)
+        walked.append(chosen is not None and found is not None)
+        return found
+
+    monkeypatch.setattr(cpp, "run", watched)
+    call = lambda *given: over_lists(*given, cols=domain)
+    for dtype, tolerance in ((torch.float32, 4e-6), (torch.float64, 1e-13))[: 1 + walks]:
+        given = R(2, 3, 300, 20), R(2, 1, 410, 20), R(2, 3, 410, 5), R(2, 3, 300, 410), R(2, 3)
+        check(call, *(t.to(dtype) for t in given), tolerance=tolerance)
+    assert all(walked) if walks else not any(walked)
+
+
+def test_lists_that_change_are_walked_anew():
+    """Also where a call is replayed; what is listed twice is folded twice, and other lists are as they were."""
+    index = torch.tensor([[0, 1], [2, 0], [1, 1]])
+    q, k, v = R(96, 8), R(96, 8), R(96, 8)
+    with mr.use(engine="eager"):
+        for _ in range(4):
+            for change in ([0, 1], [2, 1]):
+                index[0] = torch.tensor(change)
+                domain = mr.blocks(index, torch.tensor([2, 1, 2]), rows=32, cols=32)
+                y = mr.ops.attention(q, k, v, cols=domain)
+                seen = domain.mask(96, 96).to(q.dtype)
+                p = seen * torch.exp(q @ k.mT * 8**-0.5)
+                torch.testing.assert_close(y, p @ v / p.sum(-1, keepdim=True))
+            index[2] = torch.tensor([1, 0])  # no block twice: from here on tiles are walked
 
 
 def test_functions_are_as_exact_as_torchs(tmp_path):

@@ -148,6 +148,8 @@ def test_options_are_attributes_and_mistakes_are_those_of_the_function():
     assert loss(X.double(), TARGET).shape == (M,)
     with pytest.raises(mr.DTypeError, match="x is float32, weight is float64"):
         loss(X, TARGET)
+    with pytest.raises(mr.ArgumentError, match="Embedding"):
+        mr.nn.LinearCrossEntropyLoss.of(torch.nn.Embedding(V, D))
     with pytest.raises(mr.LabelError, match="label 11"):
         loss(X.double(), torch.full((M,), V))
 

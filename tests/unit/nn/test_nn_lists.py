@@ -45,6 +45,10 @@ def test_a_full_cache_and_a_sequence_named_twice_change_nothing():
         cache.append([0, 0], k, k)
     with pytest.raises(mr.ShapeError, match="was expected"):
         cache.append([0], k[:1, :, :, :2], k[:1])
+    with pytest.raises(mr.ArgumentError, match="counts has 2 numbers for 1 sequences"):
+        cache.append([0], k[:1], k[:1], counts=[1, 2])
+    with pytest.raises(mr.ArgumentError, match=r"holds no sequences \[0\]"):
+        cache.attend([0], k[:1])
     assert cache.pages_left == 2 and cache.lengths == {} and not cache.keys.any()
 
 

@@ -157,6 +157,7 @@ def test_the_dense_engine_agrees(sample, seed):
 
 DERIVED = {
     "softcap and sinks": {"softcap": 2.0, "sinks": (2,), "return_lse": True},
+    "sinks of rows that see nothing": {"sinks": (2,), "return_lse": True, "lengths": torch.tensor([0])},
     "slopes and window": {"alibi_slopes": (2,), "window": 2, "scale": ()},
     "bias and mask": {"bias": (2, 3, 4), "attn_mask": (1, 4), "causal": "lower_right"},
     "shared heads": {"enable_gqa": True, "dropout_p": 0.3, "seed": 3, "lengths": torch.tensor([3])},
@@ -432,6 +433,13 @@ MISTAKES = {
     "mask a list": (lambda: attention(Q, K, V, [[True]]), mr.ArgumentError, "attn_mask was given"),
     "bias of truths": (lambda: attention(Q, K, V, bias=torch.ones(5, 7).bool()), mr.DTypeError, "bias is bool"),
     "bias's shape": (lambda: attention(Q, K, V, bias=torch.ones(3, 5, 7)), mr.ShapeError, "batch dimensions of bias"),
+    "sinks with axes for rows and columns": (
+        lambda: attention(Q, K, V, sinks=torch.ones(1, 1, 1, 1)),
+        mr.ShapeError,
+        "only 2 batch dimensions",
+    ),
+    "slopes with axes": (lambda: attention(Q, K, V, alibi_slopes=torch.ones(2, 1, 1)), mr.ShapeError, "each head"),
+    "is_causal a tensor": (lambda: attention(Q, K, V, is_causal=torch.ones(5)), mr.ArgumentError, "is_causal was"),
     "dropout above 1": (lambda: attention(Q, K, V, None, 1.5), mr.ArgumentError, "dropout_p was given 1.5"),
     "dropout below 0": (lambda: attention(Q, K, V, dropout_p=-0.1), mr.ArgumentError, "from 0 to 1"),
     "dropout a tensor": (lambda: attention(Q, K, V, dropout_p=torch.zeros(2)), mr.ArgumentError, "dropout_p"),

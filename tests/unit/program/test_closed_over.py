@@ -145,6 +145,28 @@ def test_partial_functions(ones):
     assert layer(*ones).item() == 12.0
 
 
+def test_lists_dictionaries_objects_and_functions(ones):
+    weights, table, config, act = [1.0, 2.0], {"a": 1.0}, types.SimpleNamespace(scale=1.0, inner=[1.0]), torch.abs
+
+    def times(given, s):
+        return s * given.scale * given.inner[0]
+
+    @mr.op
+    def layer(x: Row["d"], y: Col["d"]):
+        s, given = act(x @ y), config
+        return mr.sum(sum(w * s for w in weights) + times(config, s) + given.scale * s + table.get("a") * s)
+
+    assert layer(*ones).item() == 36.0  # of 6 for each factor
+    weights[0], table["a"] = 2.0, 3.0
+    assert layer(*ones).item() == 54.0
+    weights, config.scale = [1.0], 2.0
+    assert layer(*ones).item() == 48.0
+    config.inner.insert(0, 3.0)
+    assert layer(*ones).item() == 72.0
+    act = torch.neg
+    assert layer(*ones).item() == -72.0
+
+
 def test_an_unchanged_body_is_traced_once_whatever_it_counts(ones):
     traced = []
     count = 0

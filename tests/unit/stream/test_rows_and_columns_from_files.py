@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_at_the_second_result_leaves_both_old_ones(files, tm
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (128 + 250 * 5 * 4, before[1]))  # room for values, not for indices
     try:
-        with pytest.raises(mr.StreamError, match="near.indices.npy cannot be written"):
+        with pytest.raises(mr.StreamError, match=r"near\.indices\.npy cannot be written"):
             ops.knn.stream(files / "x.npy", k=5).over(Y, out=tmp_path / "near.npy")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

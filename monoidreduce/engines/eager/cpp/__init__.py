@@ -62,8 +62,8 @@ def run(
     """Run a fold as C++; None if tiles of torch calls should.
 
     With ``panel`` the leaves hold these rows alone. ``totals``: sums over rows that are added to, not begun, and memory
-    in which numbers per pair are written. ``chosen``: the blocks of pairs that are folded, all if left out. ``worth``: of
-    what is done to the panel (:func:`is_worthwhile`)."""
+    in which numbers per pair are written. ``chosen``: the blocks of pairs that are folded, all if left out. ``worth``:
+    operations from which C++ runs, if not the usual number."""
     part, totals = sizes if panel is None else replace(sizes, rows=panel.stop - panel.start), totals or {}
     worth = worth or (WORTH if chosen is None else math.ceil(WORTH_LISTED / chosen.share))
     if not _may_run(sizes) or not is_worthwhile(fold, part, worth):

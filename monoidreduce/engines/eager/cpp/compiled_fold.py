@@ -89,7 +89,8 @@ class CompiledFold:
     """A fold on leaves of one kind. Called with the leaves and the totals that are added to; returns the results.
 
     ``whole``, ``begin``: the lengths of which the leaves may hold some rows, and the first of these. ``chosen``: the
-    blocks of pairs that are folded. Raises Unsupported where no C++ can be written or compiled, or a budget is too small for it."""
+    blocks of pairs that are folded. Raises Unsupported where no C++ can be written or compiled, or a budget is too
+    small for it."""
 
     def __init__(
         self,
@@ -129,7 +130,8 @@ class CompiledFold:
             form = self._choose_packing(tables, form, kept, padded)
         else:
             given_layers = views[len(parts)] if layers else chosen.table.reshape(chosen.table.shape[-2:])
-            tables = choose_tiles(tables, shape, chosen.spread(given_layers, lengths, block, self.swapped))
+            layer = chosen.spread(given_layers, lengths, block, self.swapped)
+            tables = choose_tiles(tables, shape, layer, block[:: -1 if self.swapped else 1])
         kernel = compile_form(fold, tables.variants, form)
         limit, item = settings.now().budget, sizes.compute.itemsize
         if kernel is None or (limit is not None and threads * kernel.room * item > limit):
@@ -268,7 +270,9 @@ class CompiledFold:
         for split, tiles in enumerate(walk.splits):
             places += [(len(found) + at, source, 0) for source, at in enumerate(_BUFFERS)]
             origin = enumerate(origins, len(_BUFFERS))
-            found += [*fixed, tiles.start, tiles.stop, len(walk.splits)]
+            head = [*fixed, tiles.start, tiles.stop, len(walk.splits)]
+            assert len(head) == HEAD
+            found += head
             for e in self.fold.leaves:
                 if e not in parts:
                     found += [0] * LEAF

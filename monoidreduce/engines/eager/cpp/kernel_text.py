@@ -248,7 +248,7 @@ class KernelText:
         parts = [
             f"static void start_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(init) + "\n}",
             f"static void finish_rows(const I* a, I b, I i0, int m) {{ {head}\n  " + "\n  ".join(finish) + "\n}",
-            f"""// Neighbours of one variant among a thread's `own` are one tile, where it has room. Returns the next tile.
+            f"""// Neighbours of one variant, among `own`, are one tile where it has room. Returns the next.
 template <class Own> static I tile(const I* a, I b, I row, I col, Own own, F* w) {{
   {head}
   const I i0 = row * ROWS, j0 = col * COLS, across = (N + COLS - 1) / COLS;

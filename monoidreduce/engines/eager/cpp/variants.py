@@ -60,7 +60,8 @@ def compile_tiles(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
 
 def _compares_label(c: Expr) -> bool:
     indices = [a for a in c.args if a.op in ("row_index", "col_index")]
-    return c.op == "eq" and len(indices) == 1 and any(e.op == "leaf" and (e.rows or e.cols) for e in topological(c.args))
+    data = any(e.op == "leaf" and (e.rows or e.cols) for e in topological(c.args))
+    return c.op == "eq" and len(indices) == 1 and data
 
 
 def reads_data(code: FoldCode, numbers: Container[Expr]) -> bool:
@@ -105,14 +106,17 @@ def make_tables(
     return Tables(tuple(map(list_reducers, found)), tables, counts)
 
 
-def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor) -> Tables:
+def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor, tile: Sequence[int]) -> Tables:
     """The same tables, without the tiles where ``chosen`` ([kept, folded tiles], or with the batch dimensions in front
-    of them) is 0."""
+    of them) is 0. ``tile``: its rows and columns; those at the ends of an axis are counted as whole ones."""
     found = []
     for n, where in enumerate(evaluate.iterate_outer(shape)):
         layer = chosen if chosen.dim() == 2 else chosen[where]
         found.append((tables.tables[n] * layer if tables.tables else layer).contiguous())
-    return replace(tables, tables=found)
+    many = sum(t.numel() * (shape[-1] if t.dim() == 2 else 1) for t in found)
+    left = sum(int(t.count_nonzero()) * (shape[-1] if t.dim() == 2 else 1) for t in found)
+    counts = collections.Counter({(True, 1, *tile): left, (False, 1, *tile): many - left})
+    return replace(tables, tables=found, counts=counts)
 
 
 @functools.lru_cache(maxsize=512)

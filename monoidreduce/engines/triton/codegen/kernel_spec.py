@@ -37,6 +37,7 @@ class Unsupported(Exception):
 
 
 ONCE = "listed_once"  # the leaf that says which entries are the first of equal ones in their list
+COPIES = "listed_copies"  # the leaf that says how many equal ones there are, at the first of them; 0 at the others
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Spec:
 
     def is_per_entry(self, e: Expr) -> bool:
         """True for a leaf that has a number for each entry of lists."""
-        return e.is_pair and self.listed is not None and (not self.listed.whole_pairs or e.attrs[0] == ONCE)
+        return e.is_pair and self.listed is not None and (not self.listed.whole_pairs or e.attrs[0] in (ONCE, COPIES))
 
     @property
     def listing(self) -> Listing:

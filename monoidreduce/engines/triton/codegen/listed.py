@@ -18,7 +18,7 @@ import re
 from ....program.expression import Expr
 from . import few_rows
 from .expressions import ExpressionWriter
-from .kernel_spec import ONCE, TINY, LoopBodies, Spec
+from .kernel_spec import COPIES, ONCE, TINY, LoopBodies, Spec
 
 _EACH = "folded_lane[:, :, None]", "folded_in[:, :, None]"
 _LOAD = re.compile(r"\w+_write_entry\w* = tl\.load\(")  # of vectors, which needs nothing that a tile computes
@@ -323,7 +323,7 @@ class ListedWriter(ExpressionWriter):
     def _leaf(self, e: Expr) -> str:
         if not self.spec.is_per_entry(e) or self.spec.is_number(e):
             return self._in_lists(e, super()._leaf(e))
-        entry, stride = self.entry(of_all=e.attrs[0] == ONCE), self.stride(e, "s")
+        entry, stride = self.entry(of_all=e.attrs[0] in (ONCE, COPIES)), self.stride(e, "s")
         text = self._in_lists(e, f"tl.load({self.base(e)} + {entry} * {stride}, mask=folded_in, other=0)[None, :]")
         if not self.listed.gathered:  # a tile lies in one entry
             text = f"tl.load({self.base(e)} + {entry} * {stride})"
@@ -343,7 +343,14 @@ class ListedWriter(ExpressionWriter):
         return self.bind("own entry", f"entry - ({_list_number(self.spec)}) * entry_count", True, "own_entry")
 
     def store_entries(self, out: str, value: str) -> None:
-        """Store a number for each entry of the lists."""
+        """Store a number for each entry of the lists; or for each pair that they name, by the first of its entries."""
+        if self.listed.whole_pairs:
+            copies = [self.number(e) for e in self.spec.fold.leaves if e.attrs[0] == COPIES]
+            row = "(tl.cast(batch, tl.int64) * kept_size + kept_at[:, None]) * folded_size"
+            mask = " & ".join(["kept_in[:, None]", "folded_in[None, :]", *(f"({c} > 0)" for c in copies)])
+            place = self._in_lists(None, f"{out} + {row} + folded_at[None, :]")
+            self.inside.append(f"tl.store({place}, {value}, mask={mask})")
+            return
         place = self._in_lists(None, f"{out} + tl.cast(batch, tl.int64) * entry_count + {self.entry()}[None, :]")
         self.inside.append(f"tl.store({place}, {value}, mask=folded_in[None, :])")
 

@@ -379,8 +379,8 @@ class BlockFunctionWriter(ExpressionWriter):
 
 def pair_vector(v: ExpressionWriter, e: Expr) -> str:
     """The name of a tile's vectors ``[KEPT, FOLDED, features]`` (axes of size 1 where they do not vary)."""
-    if v.spec.listed or v.spec.k_loop:
-        raise Unsupported("a monoid with vector fields, over lists or many features")
+    if v.spec.k_loop:
+        raise Unsupported("a monoid with vector fields, of many features")
     for n in topological([e], stop=lambda n: n.feature is None):
         if _find_vectors(v, n) is None:
             v.bind((n, "vectors"), _write_vector(v, n), True)

@@ -57,12 +57,15 @@ def write_pairs(fold: Fold) -> Fold:
     return replace(fold, reductions=(reduce_node("panel", over, params, r.args),))
 
 
-def run(fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run) -> list[Tensor]:
-    """Run a fold with such reductions. ``launch``: runs a fold by its own kernels."""
+def run(
+    fold: Fold, leaves: list[Any], sizes: Sizes, launch: Run, select: Callable[..., list[Tensor]] | None = None
+) -> list[Tensor]:
+    """Run a fold with such reductions. ``launch``: runs a fold by its own kernels; ``select``: a fold of one such
+    reduction, on the same arguments, where not by panels."""
     rest, large = split(fold)
     found = dict(zip(rest.outputs, launch(rest, leaves, sizes), strict=True)) if rest is not None else {}
     for one in large:
-        found |= dict(zip(one.outputs, _select(one, leaves, sizes, launch), strict=True))
+        found |= dict(zip(one.outputs, (select or _select)(one, leaves, sizes, launch), strict=True))
     return [found[o] for o in fold.outputs]
 
 

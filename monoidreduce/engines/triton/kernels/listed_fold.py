@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....plan import settings
@@ -31,12 +30,12 @@ from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
-from . import listed_launch, page_gradients
+from . import large_topk, listed_launch, listed_topk, page_gradients, pair_gradients
 from .fold_kernel import Leaves, describe_numbers, describe_tensor
 from .listed_launch import LISTS, UNEVEN_WAVES, ListedHistogram, ListedLaunch, ListWork, LongLists
-from .lists import FIRST, ListForm, Lists, LocalFold, direction_of, localize, make_lists
+from .lists import COPIED, FIRST, ListForm, Lists, LocalFold, direction_of, localize, make_lists
 from .page_gradients import PageGradients
-from .prepared_fold import ExtraLaunch, StepLaunches, list_histograms, list_kernels, merge_batches
+from .prepared_fold import ExtraLaunch, StepLaunches, check_device, list_histograms, list_kernels, merge_batches
 
 
 class PreparedListedFold:
@@ -163,7 +162,7 @@ def _check(fold: Fold, lists: Callable[[str], Lists], sizes: Sizes) -> None:
         if (FastForm.LISTS | FastForm.CUT_LISTS if cut else FastForm.LISTS) not in kind_of(r).fast_forms:
             raise Unsupported(f"{name} has no kernel over these lists")
         vectors = [a for a in r.args if a.feature is not None and a not in fold.tables]
-        if any(not (a.cols if over == "cols" else a.rows) for a in vectors):
+        if kind_of(r).vector_lines is None and any(not (a.cols if over == "cols" else a.rows) for a in vectors):
             raise Unsupported("a vector does not vary along the folded axis")
 
 
@@ -182,12 +181,47 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     none.
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
+    if any(map(large_topk.is_large, fold.reductions)):
+        return large_topk.run(fold, [*leaves], sizes, run_listed, listed_topk.select)
+    if places := pair_gradients.find_gradients(fold):
+        return pair_gradients.run(fold, leaves, sizes, places, run_listed, _run_lists)
     if page_gradients.find_gradients(fold):
         return _prepare_pages(fold, leaves, sizes)(leaves)
+    return _run_lists(fold, leaves, sizes)
+
+
+def _run_lists(fold: Fold, leaves: Sequence[Any], sizes: Sizes, at: Sequence[int | None] = ()) -> list[Tensor]:
+    """Run a fold by kernels along the lists as they are; ``at``: one element of some batch dimensions (None: all)."""
     given = _find_domain(fold, leaves)
     lists = functools.cache(functools.partial(_read_domain, fold, given, sizes))
+    if at:
+        leaves, sizes, lists = _choose_element(fold, leaves, sizes, lists, at)
     ready, mine = _prepare(fold, leaves, sizes, lists)
     return ready.run(mine, lists, given)
+
+
+def _choose_element(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists], at: Sequence[int | None]
+) -> tuple[list[Any], Sizes, Callable[[str], Lists]]:
+    """The leaves, sizes and lists of one element of some batch dimensions; a domain's tensors as they are."""
+    assert fold.domain is not None
+    own: list[Any] = []
+    for e, v in zip(fold.leaves, leaves, strict=True):
+        if isinstance(v, Tensor) and e not in fold.domain.args:
+            axes = 1 if e is COPIED else e.rows + e.cols + (e.feature is not None)
+            v = v[(None,) * (len(at) + axes - v.dim())]
+            for d, k in enumerate(at):
+                v = v.narrow(d, k, 1) if k is not None and v.shape[d] != 1 else v
+        own.append(v)
+
+    def read(over: str) -> Lists:
+        found = lists(over)
+        first = sum((k or 0) * s for k, s in zip(at, _find_strides(found.batch, sizes.batch), strict=True))
+        groups = (len(found.offsets) - 1) // max(math.prod(found.batch), 1)
+        return replace(found, offsets=found.offsets[first * groups :])
+
+    batch = tuple(n if k is None else 1 for n, k in zip(sizes.batch, at, strict=True))
+    return own, replace(sizes, batch=batch), functools.cache(read)
 
 
 def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold | None:
@@ -198,6 +232,8 @@ def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFol
 
 
 def _prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold:
+    if pair_gradients.find_gradients(fold):
+        raise Unsupported("gradients of numbers per pair take several launches")
     if page_gradients.find_gradients(fold):
         return _prepare_pages(fold, leaves, sizes)
     lists = functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes)
@@ -362,7 +398,7 @@ class PagedFold(ListedFold):
 
 def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold:
     """A fold over pages some of whose reductions go over rows; raises Unsupported where it has no kernel."""
-    _check_launches(sizes.device)
+    check_device(sizes.device)
     places = page_gradients.find_gradients(fold)
     others = tuple(k for k in range(len(fold.reductions)) if k not in places)
     part = keep_reductions(fold, places)
@@ -377,16 +413,11 @@ def _prepare_pages(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> PagedFold
     return PagedFold(fold, sizes, by_row, gradients, ready)
 
 
-def _check_launches(device: torch.device) -> None:
-    if not (settings.has_triton() and (device.type != "cpu" or settings.interprets_kernels())):
-        raise Unsupported("no kernels run on this device")
-
-
 def _prepare(
     fold: Fold, leaves: Sequence[Any], sizes: Sizes, lists: Callable[[str], Lists]
 ) -> tuple[ListedFold, list[Any]]:
     """The fold as kernels run it, and the leaves that they read; raises Unsupported where it has none."""
-    _check_launches(sizes.device)
+    check_device(sizes.device)
     local = localize(fold)
     own = local.fold
     ways = dict.fromkeys(map(direction_of, own.reductions))

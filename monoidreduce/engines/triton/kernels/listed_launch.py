@@ -52,7 +52,7 @@ from ..schedules.kernel_plan import (
 from ..schedules.spec_from_tensors import Conversions
 from .fold_kernel import WIDE_GAIN, FoldLaunch, Layouts, Leaves, Merged, Then
 from .histogram import MOST_ENTRIES, default_plan
-from .lists import FIRST, ListForm, direction_of
+from .lists import COPIED, FIRST, ListForm, direction_of
 from .prepared_fold import ExtraLaunch
 
 LISTS: Any = "lists"  # beside the leaves of a call: the tensors of its lists
@@ -177,8 +177,8 @@ class ListedLaunch(FoldLaunch):
     def _describe_lists(self, single: bool) -> Listing:
         """The lists as a kernel that gathers their entries reads them."""
         lists, work = self.lists, self.work
-        pairs = [e for e in self.spec.fold.leaves if e.is_pair and (e is FIRST or not self.whole_pairs)]
-        several = math.prod(lists.batch) > 1 and any(e is not FIRST for e in pairs)
+        pairs = [e for e in self.spec.fold.leaves if e.is_pair and (e in (FIRST, COPIED) or not self.whole_pairs)]
+        several = math.prod(lists.batch) > 1 and any(e not in (FIRST, COPIED) for e in pairs)
         return Listing(
             lists.kept_block,
             lists.folded_block,
@@ -187,7 +187,7 @@ class ListedLaunch(FoldLaunch):
             logical=lists.logical,
             ends=lists.ends,
             entries=lists.entry and bool(pairs),
-            numbered=several or any(kind_of(r).per_pair for r in self.fold.reductions),
+            numbered=several or (not self.whole_pairs and any(kind_of(r).per_pair for r in self.fold.reductions)),
             window=work.window if single else 0,
             role=work.role,
             numbers=work.numbers,
@@ -257,7 +257,9 @@ class ListedLaunch(FoldLaunch):
         family = hardware.find_family(self.sizes.device)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = max(16, 1 << (group - 1).bit_length())
-        if most <= _FEW and item == 2 and plain.widths.folded:
+        if any(r.attrs[0] == "next_best" for r in self.fold.reductions):
+            most = 16  # rows of a tile wait for each other's lists
+        if most <= _FEW and item == 2 and plain.widths.folded and not plain.traits.pair_features:
             widens = any(e.is_stored and self.spec.folds(e) for e in self.spec.fold.leaves)
             plan = choose_few_plan(plain, self.over, family, (group, self.lengths[1]), 1, 1, widens, True)
         else:
@@ -282,6 +284,10 @@ class ListedLaunch(FoldLaunch):
             return KernelPlan(entries // folded, folded, 1, 2)
         most = 1 << (2**14 // (width * item)).bit_length() - 1
         length = average if self.work.role == "lists" else self.work.window
+        features = plain.traits.pair_features
+        if features:  # of the vectors that are held for every pair: 32 numbers of them a thread
+            folded = max(16, min(1 << max(length - 1, 1).bit_length(), 128, 2**12 // features))
+            return KernelPlan(1, folded, max(1, min(4, folded * features // 1024)), 1)
         folded = max(16, min(1 << max(length - 1, 1).bit_length(), 128, most))
         warps = max(1, min(4, folded * width // 4096))
         return KernelPlan(1, folded, warps, 2)
@@ -339,7 +345,10 @@ class ListedLaunch(FoldLaunch):
     def _output(self, r: Expr, k: int) -> Form:
         if kind_of(r).per_pair:
             kind = self.sizes.compute if r.args[0].dtype == "float" else torch.int64
-            return (*self.sizes.batch, self.work.entries), kind
+            if not self.whole_pairs:
+                return (*self.sizes.batch, self.work.entries), kind
+            kind = kind if self.fold.raised else getattr(torch, self.spec.type_of[r.args[1]])  # as its argument
+            return (*self.sizes.batch, self.sizes.rows, self.sizes.cols), kind
         if self.work.role != "windows":
             return super()._output(r, k)
         rows, cols = (self.tiles, 0) if self.over == "cols" else (0, self.tiles)

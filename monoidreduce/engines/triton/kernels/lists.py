@@ -24,9 +24,9 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common.bounded_cache import is_capturing
 from ...common.evaluate import Sizes, restore_domain
-from ..codegen.kernel_spec import ONCE, Unsupported
+from ..codegen.kernel_spec import COPIES, ONCE, Unsupported
 
-_PAIRS = "the gradient of numbers per pair over blocks"
+COPIED = node("leaf", (), (COPIES,), rows=True, cols=True, feature=None, dtype="int")  # how many equal ones there are
 FIRST = node("leaf", (), (ONCE,), rows=True, cols=True, feature=None, dtype="bool")  # which of equal entries it is
 
 
@@ -138,15 +138,13 @@ class LocalFold(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def localize(fold: Fold) -> LocalFold:
     """The fold with every pair listed, positions along a list as the columns' indices, and labels that count as often
-    as they are listed. Raises Unsupported for numbers of pairs as results that are not numbers of entries, and where
-    equal entries of a list have numbers of their own and are told apart, which is an error if there are any."""
+    as they are listed. Raises Unsupported where equal entries of a list have numbers of their own and are told apart,
+    which is an error if there are any."""
     nodes = topological([*fold.reductions, *fold.scales])
     once = [e for e in nodes if e.op == "listed_once"]
     edges = fold.domain is not None and fold.domain.attrs[0][0] == "edges"
     if edges and once and any(e.is_pair for e in fold.leaves):
         raise Unsupported("the pairs that are best, of pairs with numbers of their own")
-    if not edges and any(kind_of(r).per_pair for r in fold.reductions):
-        raise Unsupported(_PAIRS)
     positions = {e: index("col") for e in nodes if e.op == "listed_position"}
     changed = {**{e: const(True) for e in nodes if e.op == "listed"}, **positions, **{e: FIRST for e in once}}
     scaled = zip(constructors.substitute(fold.reductions, changed), fold.scaled, strict=True)

@@ -40,6 +40,14 @@ from .joint_launch import JointLaunch
 from .small_kernels import CombiningLaunch
 
 
+def check_device(device: torch.device) -> None:
+    """Raise Unsupported where no kernels run."""
+    if not settings.has_triton():
+        raise Unsupported("Triton is not installed")
+    if device.type == "cpu" and not settings.interprets_kernels():
+        raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+
+
 class PreparedFold:
     """A fold on tensors like the given ones: labels to gather, launches, and the order of their results.
 
@@ -47,10 +55,7 @@ class PreparedFold:
 
     def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes, prepares_tables: bool = True):
         """``prepares_tables``: tables that pairs look up may be put in order before a launch."""
-        if not settings.has_triton():
-            raise Unsupported("Triton is not installed")
-        if sizes.device.type == "cpu" and not settings.interprets_kernels():
-            raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+        check_device(sizes.device)
         if fold.domain is not None:
             raise Unsupported("pairs are listed (kernels/listed_fold.py)")
         if any(e.is_pair and e.dtype == "float" for e in fold.leaves):  # it may have a gradient, which tiles write
