@@ -2,13 +2,12 @@
 
 Four domains, one file each: ``blocks`` (lists of column blocks for blocks of rows), ``pages`` (columns that lie in
 pages), ``jagged`` (packed sequences) and ``edges`` (a list of columns for each row). Each is a frozen value of a few
-integer tensors. ``column_lists.py`` has the form in which engines read the lists. May import the errors and the
+integer tensors. ``base.py`` has the form in which engines read the lists. May import the errors and the
 settings.
 """
 
-from .base import Domain
+from .base import ColumnLists, Domain
 from .blocks import Blocks
-from .column_lists import ColumnLists
 from .edges import Edges
 from .jagged import Jagged
 from .pages import Pages

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, ColumnListError, ShapeError, shown
 from . import base
-from .column_lists import ColumnLists, pack
+from .base import ColumnLists, pack
 
 
 @dataclass(frozen=True, eq=False, repr=False)
