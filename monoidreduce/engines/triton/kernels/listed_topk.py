@@ -23,7 +23,7 @@ from ....reductions import kind_of, outputs_of
 from ....reductions.best import worst
 from ....reductions.topk import EMPTY, MOST_IN_REGISTERS
 from ...common.evaluate import Sizes
-from ...common.unseen import add_unlisted
+from ...common.subproblem import add_unlisted
 from .large_topk import Run
 
 _NOWHERE = 2**31 - 1  # behind every place of an int32
