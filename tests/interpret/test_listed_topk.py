@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.kernels import large_topk, listed_fold, listed_topk
+from monoidreduce.engines.triton.kernels import large_topk, listed_fold
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
 from tests.interpret.test_listed_kernels import blocks, edges, paged, run  # noqa: F401
 
@@ -39,7 +39,6 @@ def whole_numbers(x: Row, y: Col):
 def few_in_registers(monkeypatch):
     """A launch keeps four, so that ten take three."""
     monkeypatch.setattr(large_topk, "MOST_IN_REGISTERS", 4)
-    monkeypatch.setattr(listed_topk, "MOST_IN_REGISTERS", 4)
 
 
 def sort_pairs(s, times, largest):

@@ -7,13 +7,16 @@ contiguous ranges is one engine call on slices of the leaves.
 Pairs that no list names, or of other sequences, are not folded. They are added afterwards to the results that they
 change: whatever says that a pair does not exist, a condition or a list, it is the identity of its reduction. Of the k
 smallest numbers it is an infinity, and stands before NaN.
+
+Out of a grid of blocks, :class:`ChosenBlocks` are those that a fold computes: an engine that walks over tiles leaves
+out the others.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from ...program.expression import Expr, topological
 from ...program.lower import Fold
 from ...reductions import kind_of
 from . import combine
+from .bounded_cache import BoundedCache
 from .combine import State, split
 from .evaluate import Sizes, pair_result_form, restore_domain
 from .shard import Ranges
@@ -222,3 +226,34 @@ def _count_listed(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int, 
         last = torch.where(lists.items == folded // lists.col_block, cut, 0)
         count -= count.new_zeros(lists.groups + 1).index_add_(0, lists.owners().long(), last.to(count.dtype))[:-1]
     return count.view(*lists.batch, -1).repeat_interleave(lists.row_block, -1)[..., :kept]
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenBlocks:
+    """``table`` [*batch, row blocks, column blocks] is 1 where a block of ``rows`` × ``cols`` pairs is folded, else 0;
+    ``share`` of all are. ``calls``: what an engine has prepared for these blocks, and forgets with them."""
+
+    table: Tensor
+    rows: int
+    cols: int
+    share: float
+    calls: BoundedCache[tuple, Any] = field(default_factory=lambda: BoundedCache(16))
+
+    def choose_tile(self, most: tuple[int, int], swapped: bool) -> tuple[int, int]:
+        """Kept and folded indices of tiles that lie in one block: divisors of its sizes, ``most`` at most."""
+        kept, folded = (_largest_divisor(s, n) for s, n in zip(self._sizes(swapped), most, strict=True))
+        return kept, folded
+
+    def spread(self, table: Tensor, lengths: tuple[int, int], tile: tuple[int, int], swapped: bool) -> Tensor:
+        """A table of this kind for the tiles of the kept and the folded axis."""
+        table = table.mT if swapped else table
+        for dim, length, n, size in zip((-2, -1), lengths, tile, self._sizes(swapped), strict=True):
+            table = table.repeat_interleave(size // n, dim).narrow(dim, 0, -(-length // n))
+        return table.contiguous()
+
+    def _sizes(self, swapped: bool) -> tuple[int, int]:
+        return (self.cols, self.rows) if swapped else (self.rows, self.cols)
+
+
+def _largest_divisor(size: int, most: int) -> int:
+    return next(n for n in range(min(size, most), 0, -1) if size % n == 0)

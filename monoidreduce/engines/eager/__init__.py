@@ -21,8 +21,8 @@ from ...program.expression import Expr, size
 from ...program.lower import Fold, scaled_result
 from ...reductions import kind_of
 from ..common import evaluate, skip_small_tiles
-from ..common.chosen_blocks import ChosenBlocks
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
+from ..common.subproblem import ChosenBlocks
 from . import branch_and_bound, cpp
 from .tile_code import Buffers
 from .tile_walk import BatchChunk, FoldCode, compile_fold

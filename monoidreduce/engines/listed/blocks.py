@@ -19,8 +19,8 @@ from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ...reductions import kind_of
 from ..common import bounded_cache, subproblem
-from ..common.chosen_blocks import ChosenBlocks
 from ..common.evaluate import Sizes, restore_domain
+from ..common.subproblem import ChosenBlocks
 
 Walk = Callable[[Fold, list[Any], Sizes, ChosenBlocks], list[Tensor] | None]
 _LEAST = 16  # indices of a block

@@ -23,8 +23,8 @@ from ....program.lower import Fold
 from ....reductions import FastForm, all_have, kind_of
 from ...common import matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
-from ...common.chosen_blocks import ChosenBlocks
 from ...common.evaluate import Sizes
+from ...common.subproblem import ChosenBlocks
 from ..tile_walk import FoldCode, compile_fold
 from . import compiler
 from .compiled_fold import BLOCK, FOLDED, KINDS, NUMBER_TYPES, PAIR_KINDS, CompiledFold, write_form

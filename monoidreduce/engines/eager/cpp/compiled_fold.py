@@ -24,8 +24,8 @@ from ....program.expression import Expr, size
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
 from ...common import combine, evaluate, skip_small_tiles
-from ...common.chosen_blocks import ChosenBlocks
 from ...common.evaluate import Allocator, Sizes
+from ...common.subproblem import ChosenBlocks
 from ..tile_code import Reducer
 from ..tile_walk import FoldCode
 from . import compiler

@@ -30,7 +30,7 @@ from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
-from . import large_topk, listed_launch, listed_topk, page_gradients, pair_gradients
+from . import large_topk, listed_launch, page_gradients, pair_gradients
 from .fold_kernel import Leaves, describe_numbers, describe_tensor
 from .listed_launch import LISTS, UNEVEN_WAVES, ListedHistogram, ListedLaunch, ListWork, LongLists
 from .lists import COPIED, FIRST, ListForm, Lists, LocalFold, direction_of, localize, make_lists
@@ -182,7 +182,7 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
     if any(map(large_topk.is_large, fold.reductions)):
-        return large_topk.run(fold, [*leaves], sizes, run_listed, listed_topk.select)
+        return large_topk.run(fold, [*leaves], sizes, run_listed, large_topk.select_listed)
     if places := pair_gradients.find_gradients(fold):
         return pair_gradients.run(fold, leaves, sizes, places, run_listed, _run_lists)
     if page_gradients.find_gradients(fold):
