@@ -585,7 +585,8 @@ def _are_row_numbers(traced: TracedBody) -> bool:
 def _is_wide(form: CallForm | None, values: Sequence[Any]) -> bool:
     """Whether an argument may have features enough; asked first, for it costs nothing."""
     given = () if form is None else [values[at] for at in form.vectors]
-    return True in [isinstance(v, Tensor) and v.dim() > 0 and v.shape[-1] > panel_layout.NARROW for v in given]
+    limit = panel_layout.narrow_features
+    return True in [isinstance(v, Tensor) and v.dim() > 0 and v.shape[-1] > limit(v.device) for v in given]
 
 
 def _sum_results(value: Any) -> Any:

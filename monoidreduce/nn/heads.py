@@ -26,7 +26,11 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
-        self._names = tuple(options)
+        self._names: tuple[str, ...] = ()
+        self._add_options(**options)
+
+    def _add_options(self, **options: Any) -> None:
+        self._names += tuple(options)
         for name, value in options.items():
             setattr(self, name, value)
 
@@ -262,9 +266,10 @@ class TwoHeads(Head):
         teacher_softcap: Number = None,
         temperature: Number = 1.0,
         reduction: str = "mean",
-        **options: Any,
     ) -> None:
-        options.update(softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature, reduction=reduction)
+        options = {
+            "softcap": softcap, "teacher_softcap": teacher_softcap, "temperature": temperature, "reduction": reduction,
+        }  # fmt: skip
         super().__init__(in_features, num_classes, bias, device, dtype, options)
         width = in_features if teacher_features is None else teacher_features
         self.teacher = nn.Linear(width, num_classes, bias=teacher_bias, device=device, dtype=dtype)
@@ -297,7 +302,8 @@ class LinearKLLoss(TwoHeads):
     """
 
     def __init__(self, *args: Any, direction: str = "forward", **options: Any) -> None:
-        super().__init__(*args, direction=direction, **options)
+        super().__init__(*args, **options)
+        self._add_options(direction=direction)
 
     def forward(self, x: Tensor, teacher_x: Tensor, token_weights: Tensor | None = None) -> Tensor:
         heads, options = self._arguments(x, teacher_x, token_weights)
@@ -334,7 +340,8 @@ class LinearJSDLoss(TwoHeads):
     """
 
     def __init__(self, *args: Any, beta: float = 0.5, **options: Any) -> None:
-        super().__init__(*args, beta=beta, **options)
+        super().__init__(*args, **options)
+        self._add_options(beta=beta)
 
     def forward(self, x: Tensor, teacher_x: Tensor, token_weights: Tensor | None = None) -> Tensor:
         heads, options = self._arguments(x, teacher_x, token_weights)

@@ -72,7 +72,9 @@ def is_wide(outputs: tuple[Expr, ...], sizes: Sizes) -> bool:
     if looks_up(outputs):  # panels do not
         return False
     vectors = [e for e in find_inputs(outputs).values() if e.feature is not None]
-    return not sizes.batch and any(sizes.of(str(e.feature)) > panel_layout.NARROW for e in vectors)
+    return not sizes.batch and any(
+        sizes.of(str(e.feature)) > panel_layout.narrow_features(sizes.device) for e in vectors
+    )
 
 
 class LossRunner:
@@ -189,7 +191,7 @@ def _make_plan(
     )
     products = [f for w in found for f in w.products]
     widest = max([0, *(sizes.of(str(f.args[0].feature)) for f in products)])
-    if len(found) != 1 or widest <= panel_layout.NARROW:
+    if len(found) != 1 or widest <= panel_layout.narrow_features(sizes.device):
         return None
     try:
         return _Plan(program, leaves, step_class(found[0], sizes, kinds), sizes)

@@ -416,7 +416,9 @@ class TorchStep:
         self, fold: Fold, given: dict[Expr, Any], panel: Panel, totals: dict[Expr, Tensor]
     ) -> list[Tensor] | None:
         sizes, leaves = replace(self.sizes, batch=(1,)), [given[e] for e in fold.leaves]
-        return cpp.run(fold, leaves, sizes, panel.rows, totals, worth=cpp.WORTH_PANEL)
+        wide = any(self.sizes.of(str(f.args[0].feature)) > panel_layout.HOST_NARROW for f in self.loop.products)
+        worth = cpp.WORTH_PANEL if wide else cpp.WORTH
+        return cpp.run(fold, leaves, sizes, panel.rows, totals, worth=worth)
 
     def _run_whole_sums(self, at: int, panel: Panel, given: dict[Expr, Any]) -> bool:
         """Do a stage as whole products (``panel_program.py``); False if tiles of torch calls should."""

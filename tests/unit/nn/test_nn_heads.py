@@ -150,6 +150,8 @@ def test_options_are_attributes_and_mistakes_are_those_of_the_function():
         loss(X, TARGET)
     with pytest.raises(mr.ArgumentError, match="Embedding"):
         mr.nn.LinearCrossEntropyLoss.of(torch.nn.Embedding(V, D))
+    with pytest.raises(TypeError, match="teacher"):
+        mr.nn.LinearJSDLoss(D, V, teacher=torch.nn.Linear(E, V))
     with pytest.raises(mr.LabelError, match="label 11"):
         loss(X.double(), torch.full((M,), V))
 

@@ -34,7 +34,7 @@ from .variants import compile_tiles, list_reducers, reads_data
 
 _SETTING = EnvironmentVariable("MONOIDREDUCE_CPP")  # "never": tiles of torch calls; "always": at any size
 WORTH = 2**27  # pairs times operations from which a compilation of a second pays: about 20 ms in torch
-WORTH_PANEL = 2**25  # the same of a panel, whose products take far longer
+WORTH_PANEL = 2**25  # the same of a panel of wide products, which take far longer
 WORTH_LISTED = 2**24  # the same of listed blocks, whose vectors torch gathers
 _calls: BoundedCache[tuple, tuple[Fold, CompiledFold | None]] = BoundedCache(1024)
 _facts: BoundedCache[tuple[int, frozenset[int]], tuple[Fold, _Facts]] = BoundedCache(1024)

@@ -189,14 +189,15 @@ static void join(std::vector<Best>& found, I rows, F* values, I* places) {
 }
 
 static const int EACH = 128;
+static const I STRETCH = 1 << 15;  // points that a thread takes at a time
 
-// Compare all queries with the points from start on, in steps, whole blocks of them.
+// Compare all queries with some points, `many` at a time.
 template <class Count> static inline void scan_block(
-    const F* points, I start, I step, Count many, const F* queries, I rows, I own, Best& best) {
+    const F* points, I start, Count many, const F* queries, I rows, I own, Best& best) {
   F block[D][EACH], square[EACH];
   _Pragma("omp simd")
   for (int j = 0; j < many; j++)
-    for (int f = 0; f < D; f++) block[f][j] = points[(start + j * step) * D + f];
+    for (int f = 0; f < D; f++) block[f][j] = points[(start + j) * D + f];
   for (I i = 0; i < rows; i++) {
     const F* const of = queries + i * D;
     const F edge = best.edge[i];
@@ -209,14 +210,13 @@ template <class Count> static inline void scan_block(
     }
     if (any)
       for (int j = 0; j < many; j++)
-        if (square[j] <= best.edge[i] && own + i != start + j * step) best.consider(i, {square[j], start + j * step});
+        if (square[j] <= best.edge[i] && own + i != start + j) best.consider(i, {square[j], start + j});
   }
 }
-static void scan(const F* points, I start, I stop, I step, const F* queries, I rows, I own, Best& best) {
-  for (; start + (EACH - 1) * step < stop; start += EACH * step)
-    if (step == 1) scan_block(points, start, 1, std::integral_constant<int, EACH>(), queries, rows, own, best);
-    else scan_block(points, start, step, std::integral_constant<int, EACH>(), queries, rows, own, best);
-  if (start < stop) scan_block(points, start, step, (int)((stop - start + step - 1) / step), queries, rows, own, best);
+static void scan(const F* points, I start, I stop, const F* queries, I rows, I own, Best& best) {
+  for (; start + EACH <= stop; start += EACH)
+    scan_block(points, start, std::integral_constant<int, EACH>(), queries, rows, own, best);
+  if (start < stop) scan_block(points, start, (int)(stop - start), queries, rows, own, best);
 }
 
 // The k points nearest to few queries, `sampled` of the points first; 0 where one has none at finite distances.
@@ -224,12 +224,15 @@ static int scan_all(const F* points, I total, const F* queries, I rows, I k, I o
                     I* places) {
   const F inf = std::numeric_limits<F>::infinity();
   Best first(rows, k, std::vector<F>(rows, inf));
-  scan(points, 0, total, std::max<I>(1, total / sampled), queries, rows, own, first);
+  for (I p = 0, step = std::max<I>(EACH, total * EACH / sampled); p + EACH <= total; p += step)
+    scan(points, p, p + EACH, queries, rows, own, first);
   for (I i = 0; i < rows; i++) if (!(first.edge[i] < inf)) return 0;
   std::vector<Best> found(threads, Best(rows, k, first.edge));
+  I next = 0;
   #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int t = 0; t < threads; t++)
-    scan(points, total * t / threads, total * (t + 1) / threads, 1, queries, rows, own, found[t]);
+    for (I start; (start = __atomic_fetch_add(&next, STRETCH, __ATOMIC_RELAXED)) < total;)
+      scan(points, start, std::min(total, start + STRETCH), queries, rows, own, found[t]);
   join(found, rows, values, places);
   return 1;
 }
