@@ -95,7 +95,9 @@ def differentiate_fold(
     gradients = {leaf: _sum_to_leaf(leaf, _hide_others(pulled_leaves.get(leaf), same)) for leaf in leaves}
     for lookup, g in lookups:
         table, index = lookup.args
-        (own,) = make("histogram", "both", (), (_hide_others(g, same), index, table))
+        counted = _hide_others(g, same)
+        assert counted is not None
+        (own,) = make("histogram", "both", (), (counted, index, table))
         before = gradients[table]
         gradients[table] = own if before is None else constructors.apply("add", before, own)
     return results, cotangents, [gradients[leaf] for leaf in leaves]

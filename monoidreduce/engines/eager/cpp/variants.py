@@ -115,7 +115,7 @@ def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor, tile: S
         found.append((tables.tables[n] * layer if tables.tables else layer).contiguous())
     many = sum(t.numel() * (shape[-1] if t.dim() == 2 else 1) for t in found)
     left = sum(int(t.count_nonzero()) * (shape[-1] if t.dim() == 2 else 1) for t in found)
-    counts = collections.Counter({(True, 1, *tile): left, (False, 1, *tile): many - left})
+    counts: Counts = collections.Counter({(True, 1, *tile): left, (False, 1, *tile): many - left})
     return replace(tables, tables=found, counts=counts)
 
 
