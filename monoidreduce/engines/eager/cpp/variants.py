@@ -106,7 +106,7 @@ def make_tables(
     return Tables(tuple(map(list_reducers, found)), tables, counts)
 
 
-def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor, tile: Sequence[int]) -> Tables:
+def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor, tile: tuple[int, int]) -> Tables:
     """The same tables, without the tiles where ``chosen`` ([kept, folded tiles], or with the batch dimensions in front
     of them) is 0. ``tile``: its rows and columns; those at the ends of an axis are counted as whole ones."""
     found = []
@@ -115,7 +115,7 @@ def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor, tile: S
         found.append((tables.tables[n] * layer if tables.tables else layer).contiguous())
     many = sum(t.numel() * (shape[-1] if t.dim() == 2 else 1) for t in found)
     left = sum(int(t.count_nonzero()) * (shape[-1] if t.dim() == 2 else 1) for t in found)
-    counts = collections.Counter({(True, 1, *tile): left, (False, 1, *tile): many - left})
+    counts: Counts = collections.Counter({(True, 1, *tile): left, (False, 1, *tile): many - left})
     return replace(tables, tables=found, counts=counts)
 
 
