@@ -131,7 +131,7 @@ class CompiledFold:
         else:
             given_layers = views[len(parts)] if layers else chosen.table.reshape(chosen.table.shape[-2:])
             layer = chosen.spread(given_layers, lengths, block, self.swapped)
-            tables = choose_tiles(tables, shape, layer, block[:: -1 if self.swapped else 1])
+            tables = choose_tiles(tables, shape, layer, block if not self.swapped else (block[1], block[0]))
         kernel = compile_form(fold, tables.variants, form)
         limit, item = settings.now().budget, sizes.compute.itemsize
         if kernel is None or (limit is not None and threads * kernel.room * item > limit):

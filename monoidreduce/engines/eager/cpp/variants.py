@@ -106,7 +106,7 @@ def make_tables(
     return Tables(tuple(map(list_reducers, found)), tables, counts)
 
 
-def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor, tile: Sequence[int]) -> Tables:
+def choose_tiles(tables: Tables, shape: tuple[int, ...], chosen: Tensor, tile: tuple[int, int]) -> Tables:
     """The same tables, without the tiles where ``chosen`` ([kept, folded tiles], or with the batch dimensions in front
     of them) is 0. ``tile``: its rows and columns; those at the ends of an axis are counted as whole ones."""
     found = []

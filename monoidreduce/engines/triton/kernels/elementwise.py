@@ -27,7 +27,6 @@ from ..launch.launch_recipes import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
 from . import fold_kernel
-from .fold_kernel import ArgumentTemplate
 
 _WIDEST = 1024
 _BLOCK = 4096  # elements of the widest vector's block
@@ -170,7 +169,7 @@ class ElementwiseLaunch:
         self.call_options: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
         self.allocators = [Allocator(form, sizes.device, found) for form, found in zip(forms, strides, strict=True)]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
-        self.template = ArgumentTemplate(
+        self.template = fold_kernel.ArgumentTemplate(
             [n for own, found in zip(steps, laid.values(), strict=True) for n in (*own, found[rank])]
         )
         given = iter(views)
