@@ -193,6 +193,8 @@ class Op(torch_operator.Compiled, Generic[Result]):
         """
         if torch.compiler.is_dynamo_compiling() and not _has_scaled(args, kwargs):
             return self._run_compiled(args, kwargs, total=True)
+        if declarations.RESERVED in kwargs and arrays.has_arrays((*args, *kwargs.values())):
+            return arrays.call_with_tensors(self.total, list(self.parameters), args, kwargs)
         op, args, kwargs = self._resolve(args, kwargs)
         if op is not self:
             return op.total(*args, **kwargs)
@@ -439,6 +441,8 @@ class Op(torch_operator.Compiled, Generic[Result]):
         return torch_replay.LayerReplay(lambda *args, **kwargs: self._call_variant(args, kwargs))
 
     def _call_variant(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if arrays.has_arrays((*args, *kwargs.values())):
+            return arrays.call_with_tensors(self, list(self.parameters), args, kwargs)
         found = self._find_variant(args, kwargs)
         assert found is not None
         op, call = found

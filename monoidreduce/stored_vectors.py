@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import arrays
 from .engines.common.evaluate import unpack
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from .program.declarations import STORED, Parameter
@@ -229,6 +230,8 @@ def scaled(
     >>> torch.allclose(attention(q, stored, v), attention(q, stored.dequantize(), v), atol=1e-5)
     True
     """
+    values = arrays.to_tensor(values, "values") if arrays.is_array(values) else values
+    scale = arrays.to_tensor(scale, "scale") if arrays.is_array(scale) else scale
     if not isinstance(values, Tensor) or values.dim() < 2:
         raise ArgumentError(detail=f"values was given {shown(values)}", fix="Give a tensor [..., N, f]")
     if bits not in (4, 8):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from .. import arrays
 from ..errors import ArgumentError, ColumnListError, DeviceError, DTypeError, ShapeError, shown
 from ..plan import settings
 
@@ -30,6 +31,13 @@ class Domain:
     """
 
     kind: ClassVar[str]
+
+    def take_arrays(self, *names: str) -> None:
+        """Put tensors in place of arrays that are no tensors."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                object.__setattr__(self, name, take_array(name, value))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The domain's tensors, in a fixed order."""
@@ -191,6 +199,13 @@ def wrong_domain_error(
     return ArgumentError(detail=f"{name} was given {given}", fix=fix)
 
 
+def take_array(name: str, value: Any) -> Any:
+    """A tensor of a list that is a numpy array or has DLPack: a copy, since what is derived from a list is kept."""
+    if value is None or isinstance(value, Tensor) or not arrays.is_array(value):
+        return value
+    return arrays.to_tensor(value, name).clone()
+
+
 def check_integers(name: str, value: Any, shape: str, least: int, most: int | None = None) -> None:
     """Raise unless ``value`` is an int32 or int64 tensor with ``least`` to ``most`` dimensions, as ``shape`` shows."""
     if not isinstance(value, Tensor):
@@ -200,7 +215,7 @@ def check_integers(name: str, value: Any, shape: str, least: int, most: int | No
             + (
                 "mr.blocks.from_block_mask takes FlexAttention's BlockMask"
                 if hasattr(value, "kv_num_blocks")
-                else "torch.as_tensor makes one of a list or an array"
+                else "a numpy array or an array with DLPack will do"
             ),
         )
     if value.dtype not in (torch.int32, torch.int64):

@@ -41,6 +41,7 @@ class Blocks(base.Domain):
     def __post_init__(self) -> None:
         base.check_whole_number("rows", self.rows)
         base.check_whole_number("cols", self.cols)
+        self.take_arrays("index", "count")
         base.check_integers("index", self.index, "[..., row blocks, most]", 2)
         if self.count is not None:
             base.check_integers("count", self.count, "[..., row blocks]", 1)
@@ -59,6 +60,7 @@ class Blocks(base.Domain):
         >>> mr.blocks.from_mask(torch.eye(3, dtype=torch.bool), rows=2, cols=2).mask(6, 6).sum()
         tensor(12)
         """
+        keep = base.take_array("keep", keep)
         if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.dim() < 2:
             raise ArgumentError(
                 detail=f"keep was given {shown(keep)}", fix="Give a boolean tensor [..., row blocks, column blocks]"

@@ -41,6 +41,7 @@ class Edges(base.Domain):
                 fix="Give rowptr and index; of a CSR tensor, PyG's edge_index or columns [M, K], mr.edges.from_csr, "
                 "from_edge_index and from_neighbours make them",
             )
+        self.take_arrays("rowptr", "index")
         base.check_integers("rowptr", self.rowptr, "[..., M + 1]", 1)
         base.check_integers("index", self.index, "[..., E]", 1)
         base.check_one_device(rowptr=self.rowptr, index=self.index)
@@ -62,6 +63,7 @@ class Edges(base.Domain):
         >>> mr.edges.from_neighbours(near)
         mr.edges(5 rows, 20 edges)
         """
+        index, count = base.take_array("index", index), base.take_array("count", count)
         base.check_integers("index", index, "[..., M, K]", 2, None if count is None else 2)
         *lead, rows, most = index.shape
         if count is not None:
@@ -108,6 +110,7 @@ class Edges(base.Domain):
         >>> edges.rowptr, edges.index, order
         (tensor([0, 1, 3]), tensor([1, 3, 2]), tensor([1, 0, 2]))
         """
+        edge_index = base.take_array("edge_index", edge_index)
         base.check_integers("edge_index", edge_index, "[2, E]", 2, 2)
         if edge_index.shape[0] != 2:
             raise ShapeError(detail=f"edge_index has shape {tuple(edge_index.shape)}", fix="[2, E] was expected")

@@ -43,6 +43,7 @@ class Jagged(base.Domain):
     col_offsets: Tensor = None  # type: ignore[assignment]  # never None after __post_init__
 
     def __post_init__(self) -> None:
+        self.take_arrays("row_offsets", "col_offsets")
         if self.col_offsets is None:
             object.__setattr__(self, "col_offsets", self.row_offsets)
         for name, offsets in (("row_offsets", self.row_offsets), ("col_offsets", self.col_offsets)):

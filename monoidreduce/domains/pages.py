@@ -40,6 +40,7 @@ class Pages(base.Domain):
 
     def __post_init__(self) -> None:
         base.check_whole_number("page", self.page)
+        self.take_arrays("table", "lengths")
         base.check_integers("table", self.table, "[S, most]", 2, 2)
         base.check_integers("lengths", self.lengths, "[S]", 1, 1)
         base.check_one_device(table=self.table, lengths=self.lengths)

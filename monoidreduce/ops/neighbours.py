@@ -110,9 +110,8 @@ class PointIndex(point_index.PreparedPoints):
         >>> bool((found.values > 0).all()), found.indices.shape
         (True, torch.Size([5000, 1]))
         """
-        if arrays.is_array(x):
-            return arrays.to_numpy(self._find(arrays.to_tensor(x, "x"), k, exclude_self))
-        return self._find(x, k, exclude_self)
+        border = arrays.Border()
+        return border.give(self._find(border.take(x, "x"), k, exclude_self))
 
     def _compare_all(self, x: Tensor, k: int, exclude_self: bool) -> Neighbours:
         return knn(x, self.points, k, metric=self.metric, exclude_self=exclude_self)  # type: ignore[call-overload]

@@ -215,7 +215,7 @@ class LayerReplay:
             flat, forms = _split_values(values)
             key = None if flat is None else self.keys.key(len(flat), {}, flat, (len(args), *kwargs, forms))
         if key is None or flat is None:
-            if has_arrays(values) and _DOMAINS.isdisjoint(map(type, values)):
+            if has_arrays(values):
                 return self.call_with_arrays(args, kwargs)
             return self.unkeyed(*args, **kwargs)
         call = self.known.find(key)

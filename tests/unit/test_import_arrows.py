@@ -35,7 +35,7 @@ PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
     "plan.settings": {"errors"},
-    "domains": {"errors", "plan.settings"},  # which pairs exist, as integer tensors
+    "domains": {"errors", "plan.settings", "arrays"},  # which pairs exist, as integer tensors
     "arrays": {"errors"},  # numpy and DLPack, at the border of a call
     "algebra": {"errors", "arrays"},
     **{name: {"errors", "algebra", *SYMBOLIC_MODULES} for name in sorted(SYMBOLIC_MODULES)},
@@ -57,7 +57,7 @@ PACKAGES: dict[str, set[str]] = {
     "engines.stream": COMMON | {"engines.ranks"},  # a chunk of a stream is a shard that comes later
     "engines.auto": COMMON | {"engines.eager", "engines.panel", "engines.triton"},
     "engines": set(),
-    "stored_vectors": {"errors", "program", "engines.common"},  # given in place of tensors
+    "stored_vectors": {"arrays", "errors", "program", "engines.common"},  # given in place of tensors
     "tuning": COMMON | {"engines.auto", "engines.triton"},
     "runtime": ENGINES | {"engines.auto", "stored_vectors", "tuning"},
     "blockwise": {"errors", "algebra", "runtime", "engines.triton"},

@@ -17,6 +17,11 @@ def near(x: Row["d"], y: Col["d"], scale: float):
     return {"total": mr.sum(torch.tanh(s)), "best": mr.argmax(s)}
 
 
+@mr.op
+def near_pairs(x: Row["d"], y: Col["d"]):
+    return mr.sum(torch.exp(-mr.sqdist(x, y)))
+
+
 def points(count, seed, dtype=numpy.float32):
     return numpy.random.default_rng(seed).standard_normal((count, 4)).astype(dtype)
 
@@ -78,6 +83,7 @@ def test_arrays_with_dlpack_give_tensors():
             return self.tensor.__dlpack_device__()
 
     expected = ops.knn(torch.from_numpy(X), torch.from_numpy(Y), 2)
+    assert isinstance(ops.knn.prepare(Y)(OnlyDLPack(torch.from_numpy(X)), 2).indices, torch.Tensor)
     for x, y in ((OnlyDLPack(torch.from_numpy(X)), Y), (pyarrow.Tensor.from_numpy(X), pyarrow.Tensor.from_numpy(Y))):
         got = ops.knn(x, y, 2)
         assert torch.equal(got.indices, expected.indices) and torch.equal(got.values, expected.values)
@@ -190,3 +196,29 @@ def test_compiled_functions_take_and_give_numpy():
     expected = near(X, Y, 0.5)["total"]
     compiled = torch.compile(lambda x, y: near(x, y, 0.5)["total"], backend="aot_eager")
     numpy.testing.assert_allclose(compiled(X, Y), expected, rtol=1e-6)
+
+
+def test_lists_and_stored_vectors_take_arrays():
+    """So neighbours of a call go into the next one, and a scipy matrix is a list of edges."""
+    near = ops.knn(X, Y, 2).indices
+    edges = mr.edges.from_neighbours(near)
+    found = ops.kernel_sum(X, Y, Y[:, 0], bandwidth=1.0, cols=edges)
+    right = ops.kernel_sum(*map(torch.from_numpy, (X, Y, Y[:, 0])), bandwidth=1.0, cols=edges)
+    assert isinstance(near, numpy.ndarray) and isinstance(found, numpy.ndarray)
+    numpy.testing.assert_array_equal(found, right)
+    for call in (near_pairs, near_pairs.total):
+        assert isinstance(call(X, Y, cols=edges), numpy.ndarray)
+        numpy.testing.assert_array_equal(call(X, Y, cols=edges), call(*map(torch.from_numpy, (X, Y)), cols=edges))
+    near[:] = 0
+    assert int(edges.index.max()) > 0  # what is derived from a list is kept, so the list is a copy
+    offsets = numpy.array([0, 2, 5])
+    assert mr.jagged(offsets).mask(5, 5).equal(mr.jagged(torch.tensor([0, 2, 5])).mask(5, 5))
+    assert mr.edges(offsets, numpy.array([0, 1, 1, 2, 3])).index.tolist() == [0, 1, 1, 2, 3]
+    assert mr.edges.from_edge_index(numpy.array([[1, 0], [0, 0]]), rows=1)[0].index.tolist() == [1, 0]
+    kept = numpy.eye(2, dtype=bool)
+    assert mr.blocks.from_mask(kept, rows=2, cols=2).mask(4, 4).sum() == 8
+    assert mr.pages(numpy.array([[1, 0]]), numpy.array([3]), page=2).table.tolist() == [[1, 0]]
+    stored = mr.scaled(numpy.ones((len(Y), Y.shape[1]), "int8"), numpy.full(len(Y), 0.5, X.dtype))
+    assert isinstance(ops.kernel_sum(X, stored, Y[:, 0], bandwidth=1.0), numpy.ndarray)
+    with pytest.raises(mr.DTypeError, match="rowptr is object"):
+        mr.edges(offsets.astype(object), near)
