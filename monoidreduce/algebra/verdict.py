@@ -231,7 +231,8 @@ def _is_rounding(law: Law, case: Case, sides: Sides) -> bool:
     """Whether sides differ by no more than each moves by itself when the elements change in their seventh digit.
 
     So it is where the result is a choice between almost equal candidates, where numbers cancel, and where ``combine``
-    rounds. Equal numbers are changed alike, so that exact ties stay ties: to break them differently is no rounding.
+    rounds. Numbers of equal size are changed alike, so that exact ties stay ties: to break them differently is no
+    rounding.
     """
     if _has_nan(sides.left) or _has_nan(sides.right):
         return False
@@ -264,7 +265,7 @@ def _measure_distance(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _nudge(x: Any, k: int, batch: int) -> Any:
-    """The element with every number changed a little, equal numbers of a field alike; within the domain."""
+    """The element with every number changed a little, those of equal size in a field alike; within the domain."""
     monoid = type(x)
     values = {}
     for name, t in x.asdict().items():
@@ -272,11 +273,11 @@ def _nudge(x: Any, k: int, batch: int) -> Any:
             values[name] = t
             continue
         t = t.double()
-        bits = (t.contiguous().view(torch.int64) + k * 7919) * -7046029254386353131
+        bits = (t.abs().contiguous().view(torch.int64) + k * 7919) * -7046029254386353131
         bits = (bits ^ (bits >> 29)) * -4658895280553007687  # a hash: numbers that are close move independently
         part = (((bits ^ (bits >> 32)) >> 16) & 0xFFFF).double() / 0x8000 - 1.0
         # and by rounding beside numbers of size 1 that combine may add; what is exactly 0 stays so
-        new = torch.where(torch.isfinite(t) & (t != 0), t * (1.0 + _NUDGE * part) + _SHIFT * part, t)
+        new = torch.where(torch.isfinite(t) & (t != 0), t * (1.0 + _NUDGE * part) + _SHIFT * part * t.sign(), t)
         domain = field_domains(monoid).get(name)
         if isinstance(domain, Domain):
             new = torch.where((new < domain.low) | (new > domain.high), t, new)

@@ -50,6 +50,15 @@ class KeepLeft(Monoid):
         return KeepLeft(v=a.v)
 
 
+class FurthestFromZero(Monoid):
+    """Of 1 and -1 the first: right but for ties of numbers that differ."""
+
+    v: Scalar = 0.0
+
+    def combine(a, b):
+        return FurthestFromZero(v=torch.where(a.v.abs() >= b.v.abs(), a.v, b.v))
+
+
 class UnorderedMatrices(Monoid):
     m: Matrix = 1.0
 
@@ -143,6 +152,7 @@ class WrongTile(Monoid):
     [
         (MeanOfTwo, "associativity", ["(a ⊙ b) ⊙ c = MeanOfTwo(v=0.5)", "v=0.25", "a mean needs its weight"]),
         (KeepLeft, "commutativity", ["a ⊙ b = KeepLeft(v=[0])", "b ⊙ a = KeepLeft(v=[1])", "commutative = False"]),
+        (FurthestFromZero, "commutativity", ["a ⊙ b = FurthestFromZero(v=", "commutative = False"]),
         (UnorderedMatrices, "commutativity", ["[[", "commutative = False"]),
         (MaxFromZero, "left_identity", ["a = MaxFromZero(v=-1)", "identity ⊙ a = MaxFromZero(v=0)"]),
         (RingMerge, "left_identity", ["identity ⊙ a = RingMerge(lse=nan", "torch.where"]),
