@@ -193,7 +193,7 @@ def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
 def _run_lists(fold: Fold, leaves: Sequence[Any], sizes: Sizes, at: Sequence[int | None] = ()) -> list[Tensor]:
     """Run a fold by kernels along the lists as they are; ``at``: one element of some batch dimensions (None: all)."""
     given = _find_domain(fold, leaves)
-    lists = functools.cache(functools.partial(_read_domain, fold, given, sizes))
+    lists: Callable[[str], Lists] = functools.cache(functools.partial(_read_domain, fold, given, sizes))
     if at:
         leaves, sizes, lists = _choose_element(fold, leaves, sizes, lists, at)
     ready, mine = _prepare(fold, leaves, sizes, lists)

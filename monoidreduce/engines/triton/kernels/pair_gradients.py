@@ -75,7 +75,8 @@ def _run_gradient(fold: Fold, leaves: Sequence[Any], sizes: Sizes, launch: Launc
     repeated = [n if m == 1 < n else 0 for m, n in zip(shape, sizes.batch, strict=False)]
     if not any(repeated):
         return write(one, own, sizes)[0]
-    one, total = replace(one, raised=True), None
+    one = replace(one, raised=True)
+    total: Tensor | None = None
     for at in itertools.product(*([*range(n)] if n else [None] for n in repeated)):
         (part,) = write(one, own, sizes, at)
         total = part if total is None else total.add_(part)
