@@ -57,9 +57,9 @@ def run(monkeypatch):
 
     gather = listed.run
 
-    def gathers(fold, leaves, sizes, inner):
+    def gathers(fold, leaves, sizes, inner, walk=None):
         if inner is eager.run:  # the check of a table's indices, on a CPU
-            return gather(fold, leaves, sizes, inner)
+            return gather(fold, leaves, sizes, inner, walk)
         raise AssertionError(f"no kernel over lists: {fold.reductions}")
 
     @contextlib.contextmanager
