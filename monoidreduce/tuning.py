@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .engines import auto, triton
-from .engines.common import combine, evaluate, oom_retry
+from .engines.common import combine, evaluate, matmul, oom_retry
 from .engines.common.evaluate import Sizes
 from .errors import EngineError
 from .plan import candidates, disk, settings
@@ -138,7 +138,7 @@ def _scale_of(b: Tensor) -> Tensor:
 
 def tolerance(leaves: Sequence[Any]) -> float:
     """The relative difference allowed between results of these leaves."""
-    coarse = settings.float32_precision() == "tf32"
+    coarse = matmul.float32_precision() == "tf32"
     tensors = [v for v in leaves if isinstance(v, Tensor) and v.dtype in _APART]
     found = [_APART_TF32 if coarse and v.is_cuda and v.itemsize == 4 else _APART[v.dtype] for v in tensors]
     return max(found, default=_APART[torch.float32])

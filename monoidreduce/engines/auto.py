@@ -140,7 +140,7 @@ def _step_class(device: torch.device) -> panel.StepClass:
 
 def fold_key(case: Case, device: torch.device) -> disk.Key:
     """What a tuned plan of a fold depends on."""
-    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {settings.float32_precision()}"
+    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {matmul.float32_precision()}"
     lengths = (case.batch, case.rows, case.cols)
     return disk.make_key(case.name, "", lengths, case.letters, types, op_counts.device_name(device))
 
@@ -149,7 +149,7 @@ def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: boo
     """What the tuned choice of a whole call, dense or tiled, depends on."""
     kinds = sorted({str(v.dtype)[6:] for v in given if isinstance(v, Tensor)})
     gradients = "with" if backward else "without"
-    types = f"{', '.join(kinds)}, {gradients} gradients, {settings.float32_precision()}"
+    types = f"{', '.join(kinds)}, {gradients} gradients, {matmul.float32_precision()}"
     lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
     name = digest_fold(Fold((), program.outputs))
     letters, device = sorted(sizes.letters.items()), op_counts.device_name(sizes.device)

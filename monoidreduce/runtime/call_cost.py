@@ -409,7 +409,7 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), settings.float32_precision())
+    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), matmul.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)

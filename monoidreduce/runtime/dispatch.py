@@ -229,7 +229,7 @@ def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors; None where recorded launches must not be
     used."""
     state = settings.launch_state()
-    return None if state is None else (*state, settings.float32_precision())
+    return None if state is None else (*state, matmul.float32_precision())
 
 
 def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:

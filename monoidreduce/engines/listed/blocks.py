@@ -68,7 +68,7 @@ def _make_table(form: tuple, tensors: Sequence[Tensor], rows: int, cols: int) ->
     blocks = -(-cols // lists.col_block)
     if not 0 < lists.groups * blocks <= _MOST:
         return None
-    times = torch.zeros(lists.groups * blocks, dtype=torch.int32)
+    times = lists.items.new_zeros(lists.groups * blocks, dtype=torch.int32)
     owner = lists.owners().long()
     at = (owner * blocks + lists.items)[owner < lists.groups]
     times.index_add_(0, at, torch.ones_like(at, dtype=torch.int32))

@@ -254,7 +254,7 @@ def test_where_one_pass_does_not_pay_all_pairs_are_compared(monkeypatch):
     monkeypatch.setattr(ball_search, "search", lambda *given: results.append(search(*given)) or results[-1])
     lost = cloud(9000, 2)
     lost[5, 0] = float("nan")
-    wide = cloud(9, 2) + 100  # far from all points
+    wide = cloud(99, 2) + 100  # far from all points; a few would be compared with each of them
     for x, y in ((wide, lost), (torch.full((1, 2), float("nan")), lost), (lost[:8], lost)):
         found, expected = ops.knn(x, y, 3), compare_all(x, y, 3)
         assert torch.equal(found.indices, expected.indices)
