@@ -22,6 +22,7 @@ from . import k_loop, lookups, random_functions, special_functions
 from .kernel_spec import (
     BITS,
     EIGHT_BITS,
+    LAYER,
     LOG2E,
     TINY,
     WIDEST,
@@ -32,6 +33,7 @@ from .kernel_spec import (
     literal,
     name_descriptor,
     pad_width,
+    read_across_layers,
     widen,
 )
 
@@ -46,7 +48,6 @@ _FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quic
 _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
-_LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer
 
 
 class ExpressionWriter:
@@ -125,9 +126,9 @@ class ExpressionWriter:
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
                 return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
             return literal(value)
-        if e.depth > _LAYER and "" not in self.layered:
+        if e.depth > LAYER and "" not in self.layered:
             with self._binding_layers(""):
-                for n in _read_across_layers(e, lambda n: n in self.outer or n in self.inner):
+                for n in read_across_layers(e, lambda n: n in self.outer or n in self.inner):
                     if n.feature is None:
                         self.number(n)
         return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
@@ -500,9 +501,9 @@ class ExpressionWriter:
             return self.bind(key, self.leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
         if e.op == "einsum":
             return self.bind(key, k_loop.write_products(self, e, f), True)
-        if e.depth > _LAYER and f not in self.layered:
+        if e.depth > LAYER and f not in self.layered:
             with self._binding_layers(f):
-                for n in _read_across_layers(
+                for n in read_across_layers(
                     e, lambda n: n.feature is None or (n, f) in self.outer or (n, f) in self.inner
                 ):
                     self.component(n, f)
@@ -694,14 +695,3 @@ class ExpressionWriter:
         """Further arguments of ``tl.dot``: precision or type of the accumulator."""
         kind = self.operand_type()
         return {"float64": ", out_dtype=tl.float64", "float32": ", input_precision=PRECISION"}.get(kind, "")
-
-
-def _read_across_layers(e: Expr, is_bound: Callable[[Expr], bool]) -> list[Expr]:
-    """The unbound elementwise nodes under ``e`` that are read from a higher layer, arguments first.
-
-    Writing an expression is recursive. In a deep one, nodes are divided into layers of ``_LAYER`` levels; values that
-    cross layers are bound from the bottom up, so that calls nest no deeper than a layer.
-    """
-    order = topological([e], stop=is_bound)
-    read = {a for n in order if not is_bound(n) for a in n.args if a.depth // _LAYER < n.depth // _LAYER}
-    return [n for n in order if n in read and n.op in PRIMITIVES and not is_bound(n)]

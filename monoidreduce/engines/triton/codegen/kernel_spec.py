@@ -19,6 +19,7 @@ from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, topological
 from ....program.lower import Fold, conditions
 from ....program.normal_form import split_index_match
+from ....program.primitives import PRIMITIVES
 from ....reductions import kind_of
 
 TINY = 8  # features up to which vectors are unrolled; beyond, products are matrix products
@@ -566,3 +567,17 @@ class IntegerBounds:
 def _is_beyond_int32(e: Expr) -> bool:
     """True for an integer constant that int32 does not hold: Triton refuses it beside an int32 tensor."""
     return e.op == "const" and e.dtype == "int" and not -(2**31) <= e.const < 2**31
+
+
+LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer
+
+
+def read_across_layers(e: Expr, is_bound: Callable[[Expr], bool]) -> list[Expr]:
+    """The unbound elementwise nodes under ``e`` that are read from a higher layer, arguments first.
+
+    Writing an expression is recursive. In a deep one, nodes are divided into layers of ``LAYER`` levels; values that
+    cross layers are bound from the bottom up, so that calls nest no deeper than a layer.
+    """
+    order = topological([e], stop=is_bound)
+    read = {a for n in order if not is_bound(n) for a in n.args if a.depth // LAYER < n.depth // LAYER}
+    return [n for n in order if n in read and n.op in PRIMITIVES and not is_bound(n)]
