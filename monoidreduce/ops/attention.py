@@ -495,7 +495,8 @@ def score_options(
             options["mask"] = "adds" if matrix.dtype is not torch.bool else "hides" if mask_hides else "shows"
     options.update({name: value for name, value in per_head.items() if value is not None})
     for name in ("alibi_slopes", "sinks"):
-        grouping.per_head(name, per_head.get(name), q, k)
+        if isinstance(per_head.get(name), Tensor):
+            grouping.check_per_head(name, per_head[name], q, k)
     if lengths is not None:
         options["lengths"] = grouping.lengths("lengths", lengths, k, q)
     if documents is not None:

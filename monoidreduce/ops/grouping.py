@@ -40,10 +40,8 @@ def per_sequence(name: str, value: Any, shape: str, tail: int, *tensors: Any) ->
     return value
 
 
-def per_head(name: str, value: Any, *tensors: Any) -> None:
+def check_per_head(name: str, value: Tensor, *tensors: Any) -> None:
     """Raise ShapeError where numbers [..., H] have axes that tensors [..., H, L, f] do not have before the last two."""
-    if not isinstance(value, Tensor):
-        return
     lead = max(2, *[t.dim() for t in tensors if hasattr(t, "dim")]) - 2
     if value.dim() > max(lead, 1):
         raise ShapeError(

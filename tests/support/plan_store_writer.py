@@ -105,7 +105,7 @@ def full(store, size, rng):
     here = store.recall(kept.key).plan["tiles"][0]
     store.forget()
     found = store.recall(kept.key)
-    files = sorted(p.name for p in (store.disk.cache_root() / store.FOLDER).iterdir())
+    files = sorted(p.name for p in (store.cache_root() / store.FOLDER).iterdir())
     return {"written": written, "here": here, "kept": found == kept, "files": len(files)}
 
 

@@ -59,8 +59,8 @@ def _run_gradient(fold: Fold, leaves: Sequence[Any], sizes: Sizes, launch: Launc
     shape = (1,) * (len(sizes.batch) + 2 - given.dim()) + tuple(given.shape)
     for over, dim, length in (("cols", -1, sizes.cols), ("rows", -2, sizes.rows)):
         if shape[dim] == 1 < length:
-            (total,) = launch(_sum_over(fold, over), leaves, sizes)
-            return total.unsqueeze(dim).sum_to_size(shape).view(given.shape)
+            (summed,) = launch(_sum_over(fold, over), leaves, sizes)
+            return summed.unsqueeze(dim).sum_to_size(shape).view(given.shape)
     assert fold.domain is not None
     (form,) = fold.domain.attrs
     tensors = [leaves[fold.leaves.index(a)] for a in fold.domain.args]
