@@ -76,12 +76,12 @@ def _run_gradient(fold: Fold, leaves: Sequence[Any], sizes: Sizes, launch: Launc
     if not any(repeated):
         return write(one, own, sizes)[0]
     one = replace(one, raised=True)
-    total: Tensor | None = None
+    parts: Tensor | None = None
     for at in itertools.product(*([*range(n)] if n else [None] for n in repeated)):
         (part,) = write(one, own, sizes, at)
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    return total.view(given.shape)
+        parts = part if parts is None else parts.add_(part)
+    assert parts is not None
+    return parts.view(given.shape)
 
 
 @functools.lru_cache(maxsize=1024)
