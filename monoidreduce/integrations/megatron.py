@@ -47,6 +47,7 @@ def vocab_parallel_cross_entropy(
     >>> loss = vocab_parallel_cross_entropy(logits, target, tp_group=dist.group.WORLD)
     >>> torch.allclose(loss.mean(), torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()))
     True
+    >>> dist.destroy_process_group()
     """
     return loss_of_logits(vocab_parallel_logits, target, label_smoothing, _find_group(tp_group))
 
@@ -90,6 +91,7 @@ def linear_vocab_parallel_cross_entropy(
     >>> logits = (hidden @ weight.T)[..., :11]
     >>> torch.allclose(loss.mean(), torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()))
     True
+    >>> dist.destroy_process_group()
     """
     options, group = {"bias": bias, "softcap": softcap}, _find_group(tp_group)
     return loss_of_hidden(hidden, weight, target, label_smoothing, sequence_parallel, vocab_size, options, group)
