@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.kernels import listed_fold, long_lists
+from monoidreduce.engines.triton.kernels import listed_fold, listed_launch
 from monoidreduce.engines.triton.launch import hardware
 from tests.support import own_monoids as own
 
@@ -73,8 +73,8 @@ LISTS = {
 def test_over_lists(name, monkeypatch):
     """Columns named again, empty lists and rows, lists that are split; kept vectors, and folds over rows."""
     monkeypatch.setattr(listed_fold, "_PREPARED", BoundedCache(64))
-    monkeypatch.setattr(long_lists, "LEAST_WINDOW", 4)
-    monkeypatch.setattr(long_lists, "_TIMES_AVERAGE", 0)
+    monkeypatch.setattr(listed_launch, "LEAST_WINDOW", 4)
+    monkeypatch.setattr(listed_launch, "_TIMES_AVERAGE", 0)
     monkeypatch.setattr(listed_fold, "UNEVEN_WAVES", 1)
     gen, domain = torch.Generator().manual_seed(1), LISTS[name]()
     args = [torch.randn(n, f, generator=gen) for n, f in ((37, 5), (53, 5), (53, 12), (37, 12))]
