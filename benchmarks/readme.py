@@ -77,11 +77,11 @@ HEADLINES = (
     ),
     Headline("gpu-wide", "Gumbel sampling M1024 D4096 V128256", "sampling, 1024 rows, vocabulary 128256, D 4096"),
     Headline("gpu", "10 nearest N100000 D64 float32", "10 nearest neighbours, 100000 points, D 64, float32"),
-    Headline("cpu-attention", "attention float32 1 × 16384 × 16384, D 64", "CPU: attention, 16384 × 16384, D 64"),
+    Headline("cpu", "attention float32 1 × 16384 × 16384, D 64", "CPU: attention, 16384 × 16384, D 64"),
     Headline(
-        "cpu", "linear cross-entropy float32 4096 × 1024 × 131072", "CPU: linear cross-entropy, 4096 × 131072, D 1024"
+        "cpu", "linear cross-entropy float32 4096 × 512 × 131072", "CPU: linear cross-entropy, 4096 × 131072, D 512"
     ),
-    Headline("cpu", "Gaussian sum float32 20000 × 20000, D 64", "CPU: Gaussian kernel sum, 20000 × 20000, D 64"),
+    Headline("cpu-clouds", "Gaussian sum float32 20000 × 20000, D 64", "CPU: Gaussian kernel sum, 20000 × 20000, D 64"),
 )
 
 
@@ -244,7 +244,7 @@ SHORT: dict[str, tuple[Callable[[dict[str, Any]], Iterator[Entry]], str]] = {
     "gpu": (_gpu, "forward / forward and backward (or forward alone)"),
     "gpu-wide": (_wide_short, "loss and gradients"),
 }
-ENTRIES = {"cpu": _cpu, "cpu-attention": _cpu, "gpu": _gpu, "gpu-wide": _wide_both} | dict.fromkeys(
+ENTRIES = {"cpu": _cpu, "cpu-clouds": _cpu, "gpu": _gpu, "gpu-wide": _wide_both} | dict.fromkeys(
     ("shapes-long", "shapes-long-fa4"), _shapes
 )
 
