@@ -32,7 +32,7 @@ def test_every_number_is_recorded():
     text = (DOCS / "comparison.md").read_text(encoding="utf-8")
     assert len(ROW.findall(text)) >= 20
     assert find_wrong(text) == []
-    assert len(find_wrong(text.replace("0.793", "0.703").replace("1899.6", "1899.7").replace("1,513", "1,531"))) == 3
+    assert len(find_wrong(text.replace("0.793", "0.703").replace("3717.6", "3717.7").replace("1,513", "1,531"))) == 3
 
 
 def test_bold_is_where_theirs_is_smaller():
