@@ -39,8 +39,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 test: lint types test-ranks  ## lint, types, the site, unit tests, the examples in docstrings and on every page
 
-# One after the other, from here up, with one thread each: torch's own threads would fight over the cores. Three workers on
-# two cores where tests wait for processes that they start (the command line, data jobs, ranks); two where they compute.
+# One after the other, from here up. Two workers with one thread each: torch's own threads would fight over the cores.
+# A test of ranks has up to eight processes of its own, which often wait for each other.
 test-ranks: test-interpret
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow" tests/ranks
 
@@ -48,7 +48,7 @@ test-interpret: test-unit
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
 
 test-unit: lint docs $(PEER)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 slow: $(STAMP) $(PEER)  ## what `make test` leaves out: the longest tests, and the other cases of those that it samples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow

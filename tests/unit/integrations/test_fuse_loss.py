@@ -289,6 +289,7 @@ def test_copied_pickled_and_saved(tmp_path):
 
 def test_a_forward_that_accelerate_wrapped(monkeypatch):
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # what a trainer of another test left
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     early, late = fuse_loss(make()), make()
     early, late = accelerator.prepare(early), fuse_loss(accelerator.prepare(late))
