@@ -1,4 +1,5 @@
-"""Folds over listed columns: blocks, selected blocks, packed sequences, pages, edges and sampled negatives.
+"""Folds over listed columns: blocks, selected blocks, packed sequences, pages, edges and sampled negatives; many best,
+one's own monoid of vectors and the gradient of numbers per pair over blocks.
 
     python -m benchmarks.domains --out DIR [--device cpu] [--only WORK ...] [--budget SECONDS] [--commit C]
 
@@ -16,6 +17,7 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import re
 import sys
 import time
@@ -284,6 +286,75 @@ def _sampled(device: str) -> Work:
     return Work("sampled softmax", args, calls, backward=False, bars=(0.5,) if device == "cuda" else (1.0,))
 
 
+def _drawn_blocks(device: str, rows: int, columns: int, each: int, kept: int) -> tuple[Any, Tensor]:
+    """Lists of ``kept`` column blocks for each row block, and the columns of each row block, in order."""
+    index = torch.rand(rows // each, columns // each, device=device).argsort(1)[:, :kept].sort(1).values
+    columns_of = (index[:, :, None] * each + torch.arange(each, device=device)).flatten(1)
+    return mr.blocks(index.int(), rows=each, cols=each), columns_of
+
+
+@mr.op
+def _best_logits(x: mr.Row["d"], w: mr.Col["d"], k: int):
+    return mr.topk(x @ w, k).values
+
+
+def _best(device: str, k: int) -> Work:
+    """The best of the columns that are listed, more than a kernel keeps in registers."""
+    rows, columns, each, kept, d = (4096, 32768, 128, 32, 128) if device == "cuda" else (512, 4096, 64, 8, 32)
+    domain, columns_of = _drawn_blocks(device, rows, columns, each, kept)
+
+    def gathered(x: Tensor, w: Tensor) -> Tensor:
+        chunks = zip(x.view(-1, 4 * each, d).split(1), columns_of.view(-1, 4, kept * each).split(1), strict=True)
+        best = [(x.view(-1, each, d) @ w[c[0]].mT).float().topk(k, -1).values for x, c in chunks]
+        return torch.cat([b.flatten(0, 1) for b in best])
+
+    calls: dict[str, Call] = {"ours": lambda x, w: _best_logits(x, w, k, cols=domain), "gather + topk": gathered}
+    return Work(f"{k} best of blocks", (_draw(device, rows, d), _draw(device, columns, d)), calls, bars=(1.0, 1.0))
+
+
+class _Attention(mr.Monoid):
+    """Attention as one writes it down: its gradient is derived."""
+
+    z: mr.Scalar = -math.inf
+    v: mr.Vector = 0.0
+
+    def combine(a: Any, b: Any) -> Any:  # type: ignore[override]
+        z = torch.logaddexp(a.z, b.z)
+        return _Attention(z=z, v=a.v * torch.exp(a.z - z) + b.v * torch.exp(b.z - z))
+
+
+@mr.op
+def _attend(q: mr.Row["d"], k: mr.Col["d"], v: mr.Col["e"]):
+    return mr.reduce(_Attention, z=q @ k, v=v).v
+
+
+def _own_monoid(device: str) -> Work:
+    rows, columns, each, kept, d = (16384, 16384, 128, 32, 64) if device == "cuda" else (1024, 1024, 64, 4, 32)
+    domain, columns_of = _drawn_blocks(device, rows, columns, each, kept)
+
+    def gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q.view(-1, each, d)
+        return F.scaled_dot_product_attention(q, k[columns_of], v[columns_of], scale=1.0).flatten(0, 1)
+
+    args = _draw(device, rows, d, scale=0.3), _draw(device, columns, d, scale=0.3), _draw(device, columns, d)
+    ours = lambda q, k, v: _attend(q, k, v, cols=domain)
+    return Work("own monoid over blocks", args, {"ours": ours, "gather + SDPA": gathered}, backward=False, bars=(1.0,))
+
+
+def _biased(device: str) -> Work:
+    """A bias per pair, with its gradient."""
+    heads, length, each, kept, d = (8, 4096, 128, 8, 64) if device == "cuda" else (2, 1024, 64, 4, 32)
+    domain, _ = _drawn_blocks(device, length, length, each, kept)
+    hidden = torch.where(domain.mask(length, length) > 0, 0.0, -torch.inf)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias + hidden.to(bias.dtype))
+
+    args = *(_draw(device, 1, heads, length, d) for _ in range(3)), _draw(device, 1, heads, length, length)
+    ours = lambda q, k, v, bias: mr.ops.attention(q, k, v, bias=bias, cols=domain)
+    return Work("bias per pair over blocks", args, {"ours": ours, "masked SDPA": masked}, bars=(1.0, 1.0))
+
+
 def works(device: str) -> Iterator[tuple[str, Callable[[], Work]]]:
     """The name of each work, and what makes it."""
     large = device == "cuda"
@@ -298,7 +369,8 @@ def works(device: str) -> Iterator[tuple[str, Callable[[], Work]]]:
     packed = functools.partial(_packed, causal=True)
     for name, make in (
         ("jagged", _packed), ("jagged, causal", packed), ("pages", _paged), ("edges", _graph),
-        ("sampled softmax", _sampled),
+        ("sampled softmax", _sampled), ("512 best of blocks", functools.partial(_best, k=512)),
+        ("own monoid over blocks", _own_monoid), ("bias per pair over blocks", _biased),
     ):  # fmt: skip
         yield name, functools.partial(make, device)
 

@@ -27,6 +27,7 @@ from .cpu import commit
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _LEAST = 0.5  # of its usual time: with less a table is not begun
+_NEIGHBOURS = 8  # tests that one process runs one after the other, since they often share kernels
 
 
 class Table(NamedTuple):
@@ -101,21 +102,23 @@ def measure(table: Table, left: float, out: Path, revision: str | None) -> str:
     return f"{table.kind}: {became}, {time.monotonic() - began:.0f} s"
 
 
-def test(minutes: float, out: Path, processes: int = 12) -> str:
-    """Run tests/gpu, its files dealt out to processes; the last line of each."""
-    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts="]
+def test(minutes: float, out: Path, processes: int = 16) -> str:
+    """Run tests/gpu, its tests dealt out to processes in runs of neighbours; the last line of each, and what failed."""
+    base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    listed = subprocess.run([*base, "--collect-only", "tests/gpu"], cwd=ROOT, capture_output=True, text=True).stdout
+    names = [line for line in listed.splitlines() if "::" in line]
+    runs = [names[k : k + _NEIGHBOURS] for k in range(0, len(names), _NEIGHBOURS)]
     logs = [out / f"tests-{k}.log" for k in range(processes)]
-    with_logs = [(files[k::processes], log) for k, log in enumerate(logs)]
-    started = [
-        subprocess.Popen(
-            ["timeout", str(int(minutes * 60)), *base, *map(str, some)], stdout=log.open("w"), stderr=subprocess.STDOUT
-        )
-        for some, log in with_logs
-    ]
+    started = []
+    for k, log in enumerate(logs):
+        mine = [name for run in runs[k::processes] for name in run]
+        command = ["timeout", str(int(minutes * 60)), *base, *mine]
+        started.append(subprocess.Popen(command, cwd=ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT))
     for process in started:
         process.wait()
-    return "\n".join((log.read_text().strip().splitlines() or ["nothing"])[-1] for log in logs)
+    lines = [log.read_text().strip().splitlines() or ["nothing"] for log in logs]
+    failed = [line for own in lines for line in own if line.startswith(("FAILED", "ERROR"))]
+    return "\n".join([*(own[-1] for own in lines), *failed])
 
 
 def main() -> None:

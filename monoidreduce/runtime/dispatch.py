@@ -45,7 +45,7 @@ from torch.autograd import forward_ad
 
 from .. import tuning
 from ..engines import eager, listed, panel, triton
-from ..engines.common import matmul, oom_retry, skip_small_tiles
+from ..engines.common import matmul, oom_retry, skip_small_tiles, subproblem
 from ..engines.common.evaluate import Sizes
 from ..engines.common.matmul import SIXTEEN, dry_run_sizes
 from ..engines.panel.panel_program import as_program, split_into_loops
@@ -112,6 +112,8 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False, asked: boo
         sequences = not compiled and fold.domain is None and find_same_sequence(fold.reductions) is not None
         if fold.domain is None and not sequences:
             return run(fold, leaves, sizes)
+        if (named := subproblem.find_named_pairs(fold)) is not None:
+            return named.run(fold, leaves, sizes, run, run_engine)
         try:
             if compiled:
                 return triton.run_listed(fold, leaves, sizes)

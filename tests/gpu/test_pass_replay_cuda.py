@@ -131,11 +131,11 @@ def test_many_pairs_are_a_tape(kind, width, monkeypatch):
 
     for _ in range(3):
         y, found = step()
-    assert type(y.grad_fn).__name__ == "_ReplayedBackward"
+    assert type(y.grad_fn).__name__ == "_ReplayedFunctionBackward"
     monkeypatch.setattr(LayerReplay, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
     monkeypatch.setattr(replay.ForwardReplays, "find", lambda *_: None)
     y, wanted = step()
-    assert type(y.grad_fn).__name__ != "_ReplayedBackward"
+    assert type(y.grad_fn).__name__ != "_ReplayedFunctionBackward"
     assert_equal(found, wanted)
 
 

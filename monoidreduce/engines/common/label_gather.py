@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from ...program.constructors import substitute
 from ...program.expression import Expr, node, topological
 from .evaluate import Evaluator, Sizes, unpack
+
+_LEAST = 1024  # numbers of an index's matches from which torch sums their vectors where they lie
+_PLACE = 8  # numbers that the place of a match takes while matches are sorted
 
 
 class MatchedPairs(Evaluator):
@@ -44,9 +48,13 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
     t = leaves[target] if target.op == "leaf" else torch.arange(side, device=sizes.device).view(1, side)
     t = t.unsqueeze(-1) if target.feature is None else t
     t = t.expand(batch, side, t.shape[-1])
-    widest = max([1, *(v.shape[-1] for e, v in leaves.items() if isinstance(v, Tensor) and e.feature is not None)])
-    chunk = chunk_size(elements, batch, t.shape[-1], widest)
     (value,) = one_number_per_match((value,), target)
+    gathers = (over == "cols") == by_rows
+    rows = _find_rows(vector, leaves, gathers != by_rows, t.shape[-1], elements, sizes)
+    read = topological([value, target] if rows is not None else [value, target, vector])
+    vectors = [leaves[e] for e in read if e.feature is not None and e is not target and e in leaves]
+    widest = max([1 if rows is None else _PLACE, *(v.shape[-1] for v in vectors if isinstance(v, Tensor))])
+    chunk = chunk_size(elements, batch, t.shape[-1], widest)
     for at in range(0, side, chunk):
         part = slice(at, min(at + chunk, side))
         tp = t[:, part]
@@ -55,15 +63,17 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
         if other == 0:
             return
         evaluator = MatchedPairs(sizes, {})
-        for e in topological([value, vector, target]):
+        for e in read:
             if e.op in ("leaf", "row_index", "col_index"):
                 evaluator.memo[e] = gather_leaf(e, leaves, by_rows, part, safe, sizes)
         weight = evaluator.to_compute(evaluator(value), value)
         weight = torch.where(inside, weight, torch.zeros((), dtype=sizes.compute, device=sizes.device))
-        gathers = (over == "cols") == by_rows
         if gathers and vector.op == "einsum" and vector.attrs[0] == "a,b->ab":  # without the products at each match
             numbers, vectors = (evaluator.to_compute(evaluator(a), a) for a in vector.args)
             out[:, part] += ((weight.unsqueeze(-1) * numbers).mT @ vectors).flatten(2)
+            continue
+        if rows is not None:
+            _add_rows(out, gathers, part, tp, inside, weight.expand(tp.shape), rows)
             continue
         found = evaluator.to_compute(evaluator(vector), vector)
         if gathers and vector.feature is not None and 1 < found.shape[2] == weight.shape[2]:
@@ -77,6 +87,47 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
             out[:, part] += weight if reduction.attrs[0] == "picks" else weight.sum(2)
         else:
             _scatter_add(out, safe, weight)
+
+
+def _find_rows(
+    vector: Expr, leaves: dict[Expr, Any], by_rows: bool, matches: int, elements: int, sizes: Sizes
+) -> Tensor | None:
+    """The vectors ``[1 or batch, length, features]`` of several matches, where torch sums them without a copy of each:
+    on a CPU, as they are given along the axis that is read; a copy in another type or order must be small."""
+    v = leaves.get(vector)
+    if sizes.device.type != "cpu" or vector.packing is not None or vector.is_pair:
+        return None
+    if not isinstance(v, Tensor) or vector.feature is None or vector.rows != by_rows or not v.numel():
+        return None
+    if matches == 1 or matches * v.shape[-1] < _LEAST:
+        return None
+    if (v.dtype != sizes.compute or not v.is_contiguous()) and v.numel() > elements:
+        return None
+    return v.to(sizes.compute).contiguous()
+
+
+def _add_rows(
+    out: Tensor, gathers: bool, part: slice, targets: Tensor, inside: Tensor, weight: Tensor, vectors: Tensor
+) -> None:
+    """``out[b, row]`` (or ``out[b, target]``) += weight × the vector of the target (or row), of pairs ``[batch, part,
+    matches]``. The order of every sum is that of the rows."""
+    batch, length, matches = targets.shape
+    at = torch.arange(targets.numel(), device=targets.device)
+    target, weight = targets.reshape(-1), weight.reshape(-1)
+    if not inside.all():
+        at = at[inside.reshape(-1)]
+        target, weight = target[at], weight[at]
+    b, row = at // (length * matches), at // matches % length
+    base = b * vectors.shape[1] if len(vectors) > 1 else 0
+    if gathers:
+        owner, source, size = b * length + row, base + target, batch * length
+    else:
+        owner, source, size = b * out.shape[1] + target, base + row + part.start, batch * out.shape[1]
+        owner, order = (owner.int() if size < 2**31 else owner).sort(stable=True)
+        source, weight = source[order], weight[order]
+    first = torch.searchsorted(owner, torch.arange(size, dtype=owner.dtype, device=owner.device))
+    total = embedding_bag(source, vectors.flatten(0, 1), first, per_sample_weights=weight, mode="sum")
+    (out[:, part] if gathers else out).add_(total.view(batch, -1, total.shape[-1]))
 
 
 def chunk_size(elements: int, batch: int, matches: int, widest: int) -> int:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...program import constructors
 from ...program.compile import Fed, offset_fold
-from ...program.expression import Expr, topological
+from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ...reductions import kind_of
 from . import combine
@@ -195,6 +196,64 @@ def keep_reductions(fold: Fold, places: tuple[int, ...]) -> Fold:
 def choose_leaves(fold: Fold, leaves: Sequence[Any], part: Fold) -> list[Any]:
     """The leaves of a part of a fold (:func:`keep_reductions`)."""
     return [leaves[fold.leaves.index(e)] for e in part.leaves]
+
+
+# Pairs that are best in their lists
+
+
+class NamedPairs(NamedTuple):
+    """A fold over lists, of which some reductions fold single pairs that rows (or columns) name. ``named``: these,
+    without the lists; ``places``: per reduction of the whole fold, its own place in ``named`` or (below 0) in ``rest``,
+    counted from -1 down."""
+
+    named: Fold
+    rest: Fold | None
+    places: tuple[int, ...]
+
+    def run(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes, whole: Engine, listed: Engine) -> list[Tensor]:
+        """Run the fold, by an engine of all pairs and one of lists."""
+        found = combine.split(self.named, whole(self.named, choose_leaves(fold, leaves, self.named), sizes))
+        rest = [] if self.rest is None else listed(self.rest, choose_leaves(fold, leaves, self.rest), sizes)
+        others = [] if self.rest is None else combine.split(self.rest, rest)
+        return [t for k in self.places for t in (found[k] if k >= 0 else others[-1 - k])[1]]
+
+
+@functools.lru_cache(maxsize=1024)
+def find_named_pairs(fold: Fold) -> NamedPairs | None:
+    """Of a fold over lists, what folds only the pairs that were found best: the gradients of a maximum, of its place
+    and of a top-k. Such a pair is listed, and the first of equal entries counts alone, so its number is read at its
+    place and no list is walked. None where there is no such reduction, or where numbers belong to entries of lists."""
+    if fold.domain is None or fold.domain.attrs[0][0] == "pages":
+        return None
+    edges = fold.domain.attrs[0][0] == "edges"
+    replaced: dict[Expr, Expr] = {}
+    at = []
+    for k, (r, scale) in enumerate(fold.scaled):
+        nodes = topological([r, scale])
+        ops = {e.op for e in nodes}
+        numbered = edges and any(e.op == "leaf" and e.is_pair for e in nodes)
+        if kind_of(r).gathers and "listed_once" in ops and "listed_position" not in ops and not numbered:
+            at.append(k)
+            replaced |= {e: const(True) for e in nodes if e.op in ("listed", "listed_once")}
+    if not at:
+        return None
+    part, rest = keep_reductions(fold, tuple(at)), tuple(k for k in range(len(fold.reductions)) if k not in at)
+    named = dict(zip(part.reductions, constructors.substitute(part.reductions, replaced), strict=True))
+    scales = dict(zip(named.values(), constructors.substitute(part.scales, replaced), strict=False))
+    reductions = tuple(dict.fromkeys(named.values()))
+    gradients = tuple((named[r], e) for r, e in part.gradients)
+    used = {*topological([*reductions, *scales.values()])}
+    leaves = tuple(e for e in part.leaves if e in used or any(e is g for _, g in gradients))
+    whole = replace(
+        part,
+        leaves=leaves,
+        reductions=reductions,
+        scales=tuple(scales[r] for r in reductions) if scales else (),
+        gradients=gradients,
+    )
+    own = {r: reductions.index(new) for r, new in named.items()}
+    places = tuple(own[r] if k in at else -1 - rest.index(k) for k, r in enumerate(fold.reductions))
+    return NamedPairs(whole, keep_reductions(fold, rest) if rest else None, places)
 
 
 def add_unseen(fold: Fold, results: list[Any], count: Callable[[str], tuple[Any, int]]) -> list[Any]:

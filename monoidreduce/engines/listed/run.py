@@ -53,8 +53,6 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine, walk: block
             else torch.empty(result_form(r, k, sizes)[0], dtype=result_form(r, k, sizes)[1], device="meta")
             for r, k in fold.outputs
         ]
-    if edges and edge_numbers.has_chosen_form(fold, sizes, tensors):
-        return [t for values in edge_numbers.sum_chosen(fold, given, sizes, form, tensors) for t in values]
     if (walked := blocks.run(fold, given, sizes, tensors, walk)) is not None:
         return walked
     results: list[Any] = [None] * len(fold.reductions)

@@ -172,6 +172,39 @@ def biased(x: Row["f"], bias: Pair, y: Col):
     return mr.logsumexp(x.sum() * bias), mr.count(y > 0)
 
 
+@mr.op
+def forty_best(x: Row["f"], y: Col["f"], v: Col["d"]):
+    s = x @ y
+    found = mr.topk(s, 40)
+    return found.values, found.gather(mr.sqdist(x, y)), mr.max(s, over="rows"), mr.topk_mean(s, v, 3), mr.logsumexp(s)
+
+
+@pytest.mark.parametrize("engine", ["eager", "panel", "auto"])
+@pytest.mark.parametrize("kind", ["blocks", "edges"])
+def test_gradients_of_what_is_best_read_the_best_pairs_alone(kind, engine):
+    """Also of entries that stand twice and of rows with fewer; no list is walked for them."""
+    gen = torch.Generator().manual_seed(2)
+    index = torch.randint(0, 5, (4, 3), generator=gen)
+    blocks = mr.blocks(index, torch.tensor([3, 2, 0, 3]), 16, 16)
+    edges = mr.edges(torch.arange(65).clamp(min=9) * 50 - 450, torch.randint(0, 70, (50 * 55,), generator=gen))
+    args = [torch.randn(n, 32, generator=gen, dtype=F64, requires_grad=True) for n in (64, 70, 70)]
+    domain, found = {"blocks": blocks, "edges": edges}[kind], {}
+    for name in (engine, "reference"):
+        with mr.use(engine=name):
+            results = forty_best(*args, cols=domain)
+            finite = [torch.where(r.isfinite(), r, 0.0) for r in results]
+            found[name] = [*finite, *torch.autograd.grad(sum(r.cos().sum() for r in finite), args, create_graph=True)]
+            found[name] += torch.autograd.grad(sum(g.sin().sum() for g in found[name][-3:]), args)
+    for got, right in zip(found[engine], found["reference"], strict=True):
+        torch.testing.assert_close(got, right)
+    if kind == "blocks" and engine == "eager":
+        with mr.use(engine=engine):
+            best = forty_best(*args, cols=domain)[0]
+            with mr.tally() as tiles:
+                torch.autograd.grad(torch.where(best.isfinite(), best, 0.0).sum(), args[:2])
+        assert tiles.computed == 0
+
+
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["columns of all", "columns of each"])
 def test_numbers_of_pairs_that_a_batch_shares(batch):
     """Rows of several batch elements meet the same blocks of pairs."""

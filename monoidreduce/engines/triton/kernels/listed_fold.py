@@ -24,7 +24,7 @@ from ...common import bounded_cache, matmul
 from ...common.bounded_cache import BoundedCache
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
-from ...common.subproblem import add_unlisted, choose_leaves, keep_reductions
+from ...common.subproblem import add_unlisted, choose_leaves, find_named_pairs, keep_reductions
 from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
@@ -233,6 +233,8 @@ def prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFol
 def _prepare_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> ListedFold:
     if pair_gradients.find_gradients(fold):
         raise Unsupported("gradients of numbers per pair take several launches")
+    if find_named_pairs(fold) is not None:
+        raise Unsupported("pairs that are best in their lists are read at their places")
     if page_gradients.find_gradients(fold):
         return _prepare_pages(fold, leaves, sizes)
     lists = functools.partial(_read_domain, fold, _find_domain(fold, leaves), sizes)
