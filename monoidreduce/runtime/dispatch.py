@@ -116,7 +116,8 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False, asked: boo
             return named.run(fold, leaves, sizes, run, run_engine)
         try:
             if compiled:
-                return triton.run_listed(fold, leaves, sizes)
+                gather = functools.partial(listed.run, engine=inner, walk=eager.run_blocks)
+                return triton.run_listed(fold, leaves, sizes, gather)
             if asked:
                 triton.check_device(sizes.device)
         except triton.Unsupported as reason:

@@ -37,8 +37,15 @@ def whole_numbers(x: Row, y: Col):
 
 @pytest.fixture(autouse=True)
 def few_in_registers(monkeypatch):
-    """A launch keeps four, so that ten take three."""
+    """A launch keeps four, so that ten take three; and nothing is gathered."""
     monkeypatch.setattr(large_topk, "MOST_IN_REGISTERS", 4)
+    gather_from(monkeypatch, 99)
+
+
+def gather_from(monkeypatch, rounds):
+    """Lists that would take more launches are gathered."""
+    for name in ("_MOST_ROUNDS", "_MOST_LONE_ROUNDS"):
+        monkeypatch.setattr(large_topk, name, rounds)
 
 
 def sort_pairs(s, times, largest):
@@ -70,10 +77,12 @@ DOMAINS = {
 }
 
 
+@pytest.mark.parametrize("rounds", [99, 2], ids=["launch after launch", "gathered"])
 @pytest.mark.parametrize("op", [best, least, best_rows], ids=["largest", "smallest", "over rows"])
 @pytest.mark.parametrize("name", DOMAINS)
-def test_values_places_and_gradients(run, name, op):  # noqa: F811
+def test_values_places_and_gradients(run, name, op, rounds, monkeypatch):  # noqa: F811
     """Empty and short lists, columns named again, ties, infinities and NaN."""
+    gather_from(monkeypatch, rounds)
     make, rows, cols, plans = DOMAINS[name]
     domain, args = make(), draw(rows, cols, 0)
     given = [t.clone().requires_grad_() for t in args]

@@ -9,7 +9,7 @@ pair is computed once, written once and read once.
 the pairs behind the last one that the launches before it found: of lower numbers, of equal ones at later places, and
 copies of itself that a list still has. All launches are of one kernel, which computes a pair to the same bits in each
 of them. Besides the results nothing is held, however long lists are, and nothing waits for the host. Pairs are computed
-in every launch.
+in every launch, so that many best are found sooner by gathering pieces of lists and selecting from panels of these.
 """
 
 from __future__ import annotations
@@ -418,12 +418,18 @@ def _count_room(k: int) -> int:
 
 
 _NOWHERE = 2**31 - 1  # behind every place of an int32
+_SHARED, _MOST_ROUNDS, _MOST_LONE_ROUNDS = 16, 2, 8  # rows of one list, and launches for these and for lists of one row
 
 
-def select_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes, launch: Run) -> list[Tensor]:
-    """The results of a fold of one top-k over lists. ``launch``: runs a fold over lists by its own kernels."""
+def select_listed(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes, launch: Run, gather: Run | None = None
+) -> list[Tensor]:
+    """The results of a fold of one top-k over lists. ``launch``: runs a fold over lists by its own kernels; ``gather``:
+    by gathering pieces of lists, whose pairs are then selected from panels."""
     (r,) = fold.reductions
     _, over, (k, largest) = r.attrs
+    if gather is not None and _is_gathered(fold):
+        return gather(fold, [*leaves], sizes)
     kind, own = kind_of(r), functools.partial(torch.full, device=sizes.device)
     shape = (*sizes.batch, sizes.rows if over == "cols" else sizes.cols)
     dtype = sizes.compute if outputs_of(r)[0][1] == "float" else torch.int64
@@ -446,6 +452,19 @@ def select_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes, launch: Run) 
     assert fold.domain is not None
     given = [leaves[fold.leaves.index(a)] for a in fold.domain.args]
     return add_unlisted(fold, [values, places.masked_fill(values == worst(dtype, largest), -1)], given, sizes)
+
+
+def _is_gathered(fold: Fold) -> bool:
+    """True where gathering costs less than so many launches: a block of lists is gathered once for many rows. (A graph
+    that is captured cannot wait for the host, which cuts lists into pieces.)"""
+    (r,) = fold.reductions
+    _, over, (k, _) = r.attrs
+    assert fold.domain is not None
+    form = fold.domain.attrs[0]
+    if form[0] == "pages" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return False
+    shared = form[0] == "blocks" and form[1 if over == "cols" else 2] >= _SHARED
+    return -(-k // MOST_IN_REGISTERS) > (_MOST_ROUNDS if shared else _MOST_LONE_ROUNDS)
 
 
 @functools.lru_cache(maxsize=1024)

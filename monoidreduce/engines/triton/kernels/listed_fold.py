@@ -175,13 +175,14 @@ def _find_strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ..
 _PREPARED: BoundedCache[tuple, PreparedListedFold | str] = BoundedCache(1024)  # or why there is none
 
 
-def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes, gather: large_topk.Run | None = None) -> list[Tensor]:
     """Run a fold over the pairs that its domain lists in kernels that walk the lists; raises Unsupported where it has
-    none.
+    none. ``gather``: runs a fold by gathering pieces of lists, which is faster for many best.
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
     if any(map(large_topk.is_large, fold.reductions)):
-        return large_topk.run(fold, [*leaves], sizes, run_listed, large_topk.select_listed)
+        select = functools.partial(large_topk.select_listed, gather=gather)
+        return large_topk.run(fold, [*leaves], sizes, run_listed, select)
     if places := pair_gradients.find_gradients(fold):
         return pair_gradients.run(fold, leaves, sizes, places, run_listed, _run_lists)
     if page_gradients.find_gradients(fold):
