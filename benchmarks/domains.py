@@ -318,7 +318,7 @@ class _Attention(mr.Monoid):
     z: mr.Scalar = -math.inf
     v: mr.Vector = 0.0
 
-    def combine(a: Any, b: Any) -> Any:  # type: ignore[override]
+    def combine(a: Any, b: Any) -> Any:
         z = torch.logaddexp(a.z, b.z)
         return _Attention(z=z, v=a.v * torch.exp(a.z - z) + b.v * torch.exp(b.z - z))
 

@@ -338,12 +338,23 @@ def inputs_of(form: Form) -> tuple[tuple[str, str], ...]:
     return names[:-1] if form[0] == "blocks" and not form[-1] else names
 
 
-def restrict(outputs: tuple[Expr, ...], form: Form) -> tuple[Expr, ...]:
-    """A traced program whose reductions fold the pairs of a domain."""
-    inputs = {
+def _input_nodes(form: Form) -> dict[str, Expr]:
+    return {
         name: node("input", (), (name,), rows=axis == "rows", cols=axis == "cols", feature=None, dtype="int")
         for name, axis in inputs_of(form)
     }
+
+
+def first_entry(form: Form | None) -> Expr | None:
+    """Whether a pair is the first of several equal entries of its list; None where no list names a pair twice."""
+    if form is None or form[0] not in ("blocks", "edges"):
+        return None
+    return listed_node("listed_once", form, tuple(_input_nodes(form).values()))
+
+
+def restrict(outputs: tuple[Expr, ...], form: Form) -> tuple[Expr, ...]:
+    """A traced program whose reductions fold the pairs of a domain."""
+    inputs = _input_nodes(form)
     if form[0] == "jagged":
         exists = apply("eq", inputs[ROW_SEQUENCE], inputs[COL_SEQUENCE])
         exists = apply("stretches", exists) if len(form) > 2 else exists

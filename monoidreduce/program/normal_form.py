@@ -128,12 +128,21 @@ def _sum_vector(e: Expr, over: str) -> Expr:
 
 def _pick_numbers(e: Expr, over: str) -> Expr | None:
     """Σ where(index == targets, number, 0) with a vector of targets and the folded index: a ``picks``."""
-    if e.op != "where" or not constructors.is_constant(e.args[2], 0) or e.args[1].feature is not None:
+    c, number = _join_conditions(e)
+    hot, rest = split_index_match(c)
+    if hot is None or f"{hot[0]}s" != over or hot[1].feature is None:
         return None
-    hot, rest = split_index_match(e.args[0])
-    if hot is None or f"{hot[0]}s" != over or hot[1].feature is None or rest.feature is not None:
+    if rest.feature is not None or number.feature is not None:
         return None
-    return make("picks", over, (hot[0],), (hot[1], apply("where", rest, e.args[1], 0.0), ONE))[0]
+    return make("picks", over, (hot[0],), (hot[1], apply("where", rest, number, 0.0), ONE))[0]
+
+
+def _join_conditions(e: Expr) -> tuple[Expr, Expr]:
+    """A number that is 0 where a condition does not hold, as that condition and the number elsewhere."""
+    c = const(True)
+    while e.op == "where" and constructors.is_constant(e.args[2], 0):
+        c, e = apply("logical_and", c, e.args[0]), e.args[1]
+    return c, e
 
 
 def _split_many_matches(sums: dict[Part, Expr], over: str) -> list[tuple[Expr, Expr | None, Expr | None, Expr]]:
@@ -424,8 +433,8 @@ def _split_node(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tu
         hot, rest = split_index_match(e.args[0])
         if hot is not None:
             return None, [(*hot, apply("where", rest, 1.0, 0.0))]
-    if e.op == "fsum" and e.args[0].op == "where" and constructors.is_constant(e.args[0].args[2], 0):
-        c, value, _ = e.args[0].args
+    if e.op == "fsum":
+        c, value = _join_conditions(e.args[0])
         hot, rest = split_index_match(c)
         if (
             hot is not None

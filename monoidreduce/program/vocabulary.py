@@ -16,6 +16,7 @@ from ..algebra.laws import probe
 from ..errors import ArgumentError, ShapeError, TraceError, UnreducedError, shown
 from ..reductions import make
 from . import constructors, philox
+from .declarations import first_entry
 from .expression import Expr, const, index, size, topological
 from .symbol import Everywhere, Symbol, check_call, current_trace, expr_of, read_value
 
@@ -322,17 +323,16 @@ class TopK(NamedTuple):
         return self._pick(x)
 
     def _pick(self, x: Any) -> Any:
-        return self._once(self._sum(x))
-
-    def _sum(self, x: Any) -> Any:
+        """The sum of x over each chosen column; of one that a list names several times, its first entry alone."""
         *_, search = (e for e in topological([expr_of(self.indices)]) if e.op == "reduce")
         over = search.attrs[1]
-        return sum(torch.where((col_index if over == "cols" else row_index) == self.indices, x, 0.0), over=over)
+        return sum(torch.where(self._is_chosen(over), x, 0.0), over=over)
 
-    def _once(self, x: Any) -> Any:
-        """What was summed over the entries of a chosen column, which a list of columns may name several times."""
+    def _is_chosen(self, over: str) -> Any:
+        chosen: Any = (col_index if over == "cols" else row_index) == self.indices
         trace = current_trace.get()
-        return x if trace is None or trace.domain is None else x / torch.clamp(self._sum(1.0), min=1.0)
+        first = None if trace is None else first_entry(trace.domain)
+        return chosen if first is None else chosen & Symbol(first)
 
 
 _PIECE = 2**22  # integers below are floats
@@ -383,8 +383,7 @@ def topk_mean(score: Any, value: Any, k: int, *, over: str = "cols") -> torch.Te
     weight = weight / torch.where(total == 0, 1.0, total)
     if expr_of(value).feature is None:
         return (weight * best.gather(Symbol(_number(value)))).sum(-1)
-    at = col_index if over == "cols" else row_index
-    chosen = torch.where(at == best.indices, best._once(weight), 0.0).sum(-1)
+    chosen = torch.where(best._is_chosen(over), weight, 0.0).sum(-1)
     vector: Any = Symbol(_number(value))
     return sum(vector * chosen, over=over)
 

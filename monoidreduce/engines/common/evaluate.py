@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...domains import Domain, restore
 from ...errors import EngineError
-from ...program.constructors import LISTED, find_listed, listed_node
-from ...program.expression import Expr, letters, topological
+from ...program.constructors import LISTED, find_listed, listed_node, substitute
+from ...program.expression import Expr, const, letters, topological
 from ...program.lower import Fold
 from ...program.primitives import PRIMITIVES
 from ...reductions import kind_of, outputs_of
@@ -105,8 +105,10 @@ def reduce_listed(
     tensors_of: Callable[[Expr], Tensor],
     shape: tuple[int, int],
     dense: Callable[[list[Tensor], int], list[Tensor]],
+    later: Callable[[], list[Tensor]],
 ) -> list[Tensor]:
-    """The results of a reduction over the folded axis of ``size`` by ``dense(fields, size)``."""
+    """The results of a reduction over the folded axis of ``size`` by ``dense(fields, size)``. ``later``: the fields of
+    an entry that is not the first of several equal ones."""
     listed = find_listed(e.args)
     if listed is None:
         return dense(fields, size)
@@ -124,13 +126,16 @@ def reduce_listed(
         found = dense([f.gather(-1, order) for f in fields], size)
         found[kind.place] = _to_position(found[kind.place], position.sort(-1).values)
         return found
-    absent, whole = kind.absent(params, e.args), stretch([*fields, times], [*vectors, False], over, size)
+    absent, n = kind.absent(params, e.args), len(fields)
+    again = later() if any(x.op == "listed_once" for x in topological(e.args)) else fields
+    whole = stretch([*fields, *again, times], [*vectors, *vectors, False], over, size)
     copies = []
-    for f, vector, nothing in zip(whole[:-1], vectors, absent, strict=True):
+    for f, behind, vector, nothing in zip(whole[:n], whole[n:-1], vectors, absent, strict=True):
         seen = [(times > k).unsqueeze(-1) if vector else times > k for k in range(most)]
+        own = [f, *[behind] * (most - 1)]
         parts = [
-            f if nothing is None else torch.where(one, f, torch.full((), nothing, dtype=f.dtype, device="cpu"))
-            for one in seen
+            x if nothing is None else torch.where(one, x, torch.full((), nothing, dtype=x.dtype, device="cpu"))
+            for x, one in zip(own, seen, strict=True)
         ]
         axis = f.dim() + folded_dim(over, vector)
         copies.append(torch.stack(torch.broadcast_tensors(*parts), axis + 1).flatten(axis, axis + 1))
@@ -326,7 +331,13 @@ class Evaluator:
                 return local(fields, params, shape)
             return kind.dense_part(local, fields, params, size)  # a list may be shorter than the k that are asked for
 
-        return reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense)
+        def later() -> list[Tensor]:
+            first = {x: const(False) for x in topological(e.args) if x.op == "listed_once"}
+            found = [(self._tensor(self.to_compute(self(a), a), a), a) for a in substitute(e.args, first)]
+            spread = [vector and a.feature is None for vector, (_, a) in zip(vectors, found, strict=True)]
+            return [t.unsqueeze(-1) if one else t for (t, _), one in zip(found, spread, strict=True)]
+
+        return reduce_listed(e, fields, self.sizes.here(over), self._list, shape, dense, later)
 
     def _list(self, e: Expr) -> Tensor:
         """A tensor of a domain as it was given, with all batch dimensions."""
