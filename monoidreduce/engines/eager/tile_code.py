@@ -118,14 +118,14 @@ def _schedule(reducers: list[Reducer], scalars: frozenset[Expr]) -> TileCode:
                 plan.append((e, None, reads))
 
     for r in reducers:
-        reads = _numbers_read(r)
+        reads = numbers_read(r)
         for e in reads:
             compute(e)
         plan.append((None, r, reads))
     return _assign_slots(plan, fused)
 
 
-def _numbers_read(r: Reducer) -> tuple[Expr, ...]:
+def numbers_read(r: Reducer) -> tuple[Expr, ...]:
     """The numbers per pair that a reducer reads: its roots and those of its contractions."""
     roots = [n for root in r.roots for n in _pair_numbers(Contraction(root, None, walk=root.feature is not None))]
     return tuple(dict.fromkeys([*roots, *_numbers_contracted(r)]))
@@ -176,7 +176,7 @@ def _find_fused_scales(reducers: list[Reducer], scalars: frozenset[Expr]) -> dic
     """Scalar factors that are fused: of a product of vectors, and of the argument of an exponential.
 
     Only where nothing else reads the unscaled value, and in an exponent only where a factor was rounded anyway."""
-    roots = [n for r in reducers for n in _numbers_read(r)]
+    roots = [n for r in reducers for n in numbers_read(r)]
     order = topological(roots)
     uses: dict[Expr, int] = {}
     for used in (*roots, *(a for e in order for a in e.args)):

@@ -128,7 +128,36 @@ def chamfer(x: Row["d"], y: Col["d"]):
     return mr.min(s), mr.min(s, over="rows"), mr.argmin(s, over="rows")
 
 
+@mr.op
+@no_type_check
+def city_blocks(x: Row["d"], y: Col["d"], a: Row, c: Col, u: mr.Batch["d"]):
+    """Vectors per pair: sums and extremes over features, beside products, conditions and numbers of one side."""
+    gap = torch.abs(x - y) * u
+    s = torch.where(mr.col_index <= mr.row_index + 90, -gap.sum() + a * c, -torch.inf)
+    far = (torch.exp(-gap) * (x @ y)).amax(-1) + (gap - a).amin(-1)
+    return mr.logsumexp(s), mr.softmax_mean(s, y), mr.sum(far), mr.sum(far * c, over="rows")
+
+
+@mr.op
+@no_type_check
+def vectors_per_pair(x: Row["d"], y: Col["d"], c: Col):
+    v = torch.sin(x * y) * torch.sigmoid(x @ y - c)
+    return mr.sum(v), mr.sum(torch.where(y > x, v, x), over="rows")
+
+
+def grid(*shape):
+    """Numbers of which float32 and float64 agree which are equal."""
+    return torch.randint(-9, 10, shape) / 8
+
+
 CASES = {
+    "vectors per pair": (city_blocks, lambda: [grid(150, 20), grid(600, 20), R(150), R(600), grid(20)]),
+    "vectors per pair of few features": (
+        city_blocks,
+        lambda: [grid(2, 50, 3), grid(2, 600, 3), R(2, 50), R(600), grid(3)],
+    ),
+    "sums of vectors per pair": (vectors_per_pair, lambda: [R(70, 20) / 2, R(600, 20) / 2, R(600)]),
+    "sums of few features": (vectors_per_pair, lambda: [R(70, 2), R(600, 2), R(600)]),
     "causal": (lambda q, k, v: mr.ops.attention(q, k, v, causal=True), lambda: [R(2, 1, 300, 24) for _ in range(3)]),
     "cross-entropy": (
         lambda x, w, t: mr.ops.cross_entropy(x, w, t, reduction="none"),
@@ -147,12 +176,12 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_and_their_gradients_are_the_references(name, ran):
     layer, make = CASES[name]
     check(layer, *make())
-    assert ran[0]
+    assert all(ran) if "vectors" in name else ran[0]
 
 
 def test_double_and_sixteen_bits(ran):

@@ -7,6 +7,7 @@ and the machine alone, never on what is in the cache: repeated calls have equal 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ from torch.overrides import handle_torch_function
 
 from ....plan import settings
 from ....plan.settings import EnvironmentVariable
-from ....program.expression import Expr, size
+from ....program.expression import Expr, size, topological
 from ....program.lower import Fold
+from ....program.primitives import PRIMITIVES
 from ....reductions import FastForm, all_have, kind_of
 from ...common import matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
@@ -36,6 +38,7 @@ _SETTING = EnvironmentVariable("MONOIDREDUCE_CPP")  # "never": tiles of torch ca
 WORTH = 2**27  # pairs times operations from which a compilation of a second pays: about 20 ms in torch
 WORTH_PANEL = 2**25  # the same of a panel of wide products, which take far longer
 WORTH_LISTED = 2**24  # the same of listed blocks, whose vectors torch gathers
+_WALKED = 4  # operations of a feature of a vector per pair, in torch a pass over a tile
 _calls: BoundedCache[tuple, tuple[Fold, CompiledFold | None]] = BoundedCache(1024)
 _facts: BoundedCache[tuple[int, frozenset[int]], tuple[Fold, _Facts]] = BoundedCache(1024)
 
@@ -191,7 +194,14 @@ def is_worthwhile(fold: Fold, sizes: Sizes, worth: int = WORTH) -> bool:
 def count_work(fold: Fold, sizes: Sizes) -> int:
     """Pairs times a rough number of operations of each."""
     per_pair = 16 + sum(sizes.of(letter) for letter in fold.letters)
+    per_pair += sum(_WALKED * sizes.of(letter) for letter in _list_walked(fold))
     return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * per_pair * sizes.repeats
+
+
+@functools.lru_cache(maxsize=1024)
+def _list_walked(fold: Fold) -> tuple[str, ...]:
+    """The letter of every vector per pair that is computed."""
+    return tuple(str(e.feature) for e in topological(fold.reductions) if e.is_pair and e.feature and e.op in PRIMITIVES)
 
 
 def _has_form(fold: Fold) -> bool:

@@ -116,7 +116,9 @@ class KernelText:
         """The fixed part; ``used``: the text that calls its functions."""
         kind = "float" if self.form.single else "double"
         folded = self.form.block[1]
+        extremes = any(e.op in ("famax", "famin") for e in topological(self.fold.reductions))
         return [
+            *([_SAME_ROUNDING] if extremes else []),
             f"typedef {kind} F;",
             f"static const int BN = {folded}, LD = {folded + PAD};  // folded indices at most, and a buffer's pitch",
             "#define ROWS a[13]  // kept and folded indices of a tile of this call",
@@ -268,6 +270,12 @@ template <class Own> static I tile(const I* a, I b, I row, I col, Own own, F* w)
         return "\n".join(parts)
 
 
+# A feature that is compared with the extreme it is a part of is rounded as it was there: no a * b + c in one step.
+_SAME_ROUNDING = """#ifdef __clang__
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif"""
 _TASKS = """
 template <class Task> static void run_tasks(int threads, I count, Limit limit, Task task) {
   I next = 0;

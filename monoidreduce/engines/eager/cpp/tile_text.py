@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ....program.constructors import Contraction
 from ....program.expression import Expr, size
 from ....reductions import outputs_of
-from ..tile_code import FEW_FEATURES, Reducer
+from ..tile_code import FEW_FEATURES, Reducer, numbers_read
 from .primitive_text import NUMBER, Unsupported
 from .tile_values import TileValues
 
@@ -26,9 +26,10 @@ class TileText:
         self.k, self.v, self.number, self.reducers = kernel, TileValues(kernel), number, reducers
 
     def write(self) -> str:
-        roots = [n for r in self.reducers for n in (*r.roots, *(c.weight for v in r.values for c in v if not c.walk))]
-        if any(c.walk for r in self.reducers for v in r.values for c in v) or any(e.feature is not None for e in roots):
-            raise Unsupported("a sum of vectors per pair")
+        roots = [n for r in self.reducers for n in numbers_read(r)]
+        walked = [r for r in self.reducers if any(c.walk for v in r.values for c in v)]
+        if any(self.k.fold.reductions[r.place].attrs[0] != "sum" for r in walked):
+            raise Unsupported("vectors per pair that are not summed")
         self.v.prepare_products(dict.fromkeys(roots))
         groups: dict[str, list[Reducer]] = {n: [] for n in ("pick", "sum", "soft", "moments", "best", "topk")}
         for r in self.reducers:
@@ -71,8 +72,35 @@ class TileText:
                 place = f"{self.k.output(red, 0, 'i0 + i')} + j0"
                 extra.append(f"{self.v.once(('written', red), 'F*', place, self.v.row)}[j] = {self.v.get(r.roots[0])};")
             for c in r.values[0] if r.values else ():
-                self._add(red, 0, c, self.v.get(c.weight), before, extra, behind, names, stored)
+                if c.walk:
+                    behind += self._walk_sum(red, c.weight)
+                else:
+                    self._add(red, 0, c, self.v.get(c.weight), before, extra, behind, names, stored)
         return [*before, *self.v.end_loop({"+": names}, extra), *behind]
+
+    def _walk_sum(self, red: Expr, vector: Expr) -> list[str]:
+        """Add the vectors of all pairs of a row of the tile to a result, feature by feature."""
+        if outputs_of(red)[0][1] != "float":
+            raise Unsupported("integers over features")
+        if self.k.folds(red):
+            own, out = self.v.name(), self.k.output(red, 0, "i0 + i")
+            one = [f"F {own} = 0;"], lambda x: [f"{own} += {x};"], [f"{out}[f] += {own};"]
+            return self.v.walk_features(vector, *one, f" reduction(+:{own})")
+        width = self.k.form.width(vector)
+        own = self._sums_of_tile(red, width)
+        return self.v.walk_features(vector, [], lambda x: [f"{own}[f * BN + j] += {x};"], [])
+
+    def _sums_of_tile(self, red: Expr, width: int) -> str:
+        """A buffer of a tile for sums over its kept indices: one long chain of additions would lose digits."""
+        room = self.k.room.take(("cols", red), width * self.k.form.block[1])
+        if ("cols", red) not in self.v.names:
+            own = self.v.names["cols", red] = self.v.name()
+            self.v.top.append(f"F* const {own} = w + {room}; memset({own}, 0, sizeof(F) * {width} * BN);")
+            self.v.after.append(
+                f"for (int j = 0; j < n; j++) for (int f = 0; f < {width}; f++) "
+                f"{self.k.output(red, 0, 'j0 + j')}[f] += {own}[f * BN + j];"
+            )
+        return self.v.names["cols", red]
 
     def _histogram(self, r: Reducer, extra: list[str], behind: list[str]) -> None:
         """Add the numbers of a row of the tile to their entries, one after the other: two may have the same."""
@@ -128,18 +156,8 @@ class TileText:
             elif number == "I":
                 pointer = self.v.once(("out", red, result), f"{number}*", self.k.output(red, result, "j0"), self.v.top)
                 extra.append(f"{pointer}[j] += {value};")
-            else:  # the sums of a tile first: one long chain of additions would lose digits
-                many = max(1, width)
-                room = self.k.room.take(("cols", red), many * self.k.form.block[1])
-                if ("cols", red) not in self.v.names:
-                    self.v.names["cols", red] = self.v.name()
-                    own = self.v.names["cols", red]
-                    self.v.top.append(f"F* const {own} = w + {room}; memset({own}, 0, sizeof(F) * {many} * BN);")
-                    self.v.after.append(
-                        f"for (int j = 0; j < n; j++) for (int f = 0; f < {many}; f++) "
-                        f"{self.k.output(red, result, 'j0 + j')}[f] += {own}[f * BN + j];"
-                    )
-                own = self.v.names["cols", red]
+            else:
+                own = self._sums_of_tile(red, max(1, width))
                 pointer = self.v.once(("cols", red, f), "F*", f"{own} + {f} * BN", self.v.top)
                 extra.append(f"{pointer}[j] += {value};")
 

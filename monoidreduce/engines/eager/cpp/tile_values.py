@@ -6,21 +6,30 @@ before all loops; products of many features are BLAS's, into buffers of a tile. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ....program.expression import Expr, size, topological
 from ....program.primitives import PRIMITIVES
-from ..tile_code import FEW_FEATURES
+from ..tile_code import FEW_FEATURES, WALKED
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
 
 if TYPE_CHECKING:
     from .kernel_text import KernelText
 
 FEW = 8  # features up to which products are done in the loop over pairs
+MOST_WALKED = 256  # features of a vector per pair
 PAD = 16  # numbers between two rows of a buffer: rows 2 kB apart would meet in the same lines of the cache
+_OF_FEATURES = ("dot", "sqdist", *WALKED)
 _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _MIRROR = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def _join(e: Expr, total: str, x: str) -> str:
+    """One feature more of a sum, or of an extreme, where NaN stays."""
+    if e.op == "fsum":
+        return f"{total} + {x}"
+    return f"{x} {'>' if e.op == 'famax' else '<'} {total} || {x} != {x} ? {x} : {total}"
 
 
 def _makes_weights(x: Expr) -> bool:
@@ -61,7 +70,7 @@ class TileValues:
 
     def get(self, e: Expr) -> str:
         """The name of a number, written where it belongs if it is not yet."""
-        stop = lambda n: n in self.own or n in self.names or n.op in ("dot", "sqdist")
+        stop = lambda n: n in self.own or n in self.names or n.op in _OF_FEATURES
         for n in topological([e], stop=stop):
             if n not in self.own and n not in self.names and n not in self.k.fold.tables:
                 known, lines = self.level(n)
@@ -86,8 +95,10 @@ class TileValues:
             return self._leaf(e)
         if e.op in ("row_index", "col_index"):
             return f"(I)({'j0 + j' if self.k.is_folded(e) else 'i0 + i'}{self._begin(e)})"
-        if e.op in ("dot", "sqdist"):
-            return f"{self.slots[e]}[j]" if e in self.slots else self._small_product(e)
+        if e.op in _OF_FEATURES and e in self.slots:
+            return f"{self.slots[e]}[j]"
+        if e.op in _OF_FEATURES:
+            return self._small_walk(e) if e.op in WALKED else self._small_product(e)
         if e.op in _COMPARES and (text := self._compare_index(e)):
             return text
         if e.op == "lookup":
@@ -254,7 +265,7 @@ class TileValues:
     # Products -----------------------------------------------------------------------------------------------
 
     def is_small(self, e: Expr) -> bool:
-        return self.k.form.width(e.args[0]) <= (FEW if e.op == "dot" else FEW_FEATURES)
+        return self.k.form.width(e.args[0]) <= (FEW_FEATURES if e.op == "sqdist" else FEW)
 
     def sides(self, x: Expr, y: Expr) -> tuple[Expr, Expr]:
         """The kept and the folded one of two vectors."""
@@ -294,9 +305,11 @@ class TileValues:
         for e in order:
             if e.op in ("dot", "sqdist") and e.dtype != "float":
                 raise Unsupported("a product of integers")
-            if e.op in ("dot", "sqdist") and not self.is_small(e):
+            if e.op in WALKED and not (e.is_pair and e.dtype == "float"):
+                raise Unsupported("integers over features")
+            if e.op in _OF_FEATURES and not self.is_small(e):
                 self.slot(e)
-                self._product(e)
+                self._walk_row(e) if e.op in WALKED else self._product(e)
 
     def slot(self, key: object) -> str:
         """A buffer of one tile."""
@@ -331,6 +344,93 @@ class TileValues:
         x, y = self.vectors(kept), self.vectors(folded)
         call = f"centred({x}, {y}, m, n, {width}, w + {left}, w + {right})"
         return self.once(("centred", kept, folded), "F", call, self.top), left, right
+
+    # Vectors per pair ---------------------------------------------------------------------------------------
+
+    def _small_walk(self, e: Expr) -> str:
+        """The sum or the extreme of a vector per pair, feature by feature in the loop over pairs."""
+        total = ""
+        for f in range(self.k.form.width(e.args[0])):
+            x, own = self.component(e.args[0], f), self.name()
+            self.lines.append(f"const F {own} = {_join(e, total, x) if total else x};")
+            total = own
+        return total or "(F)0"
+
+    def _walk_row(self, e: Expr) -> None:
+        """The same for all pairs of a kept index, into its row of a buffer, before the loops over pairs."""
+        slot, first = self.slots[e], {"fsum": "0", "famax": "-INF", "famin": "INF"}[e.op]
+        to = f"{slot}[j]"
+        self.row += [f"for (int j = 0; j < n; j++) {to} = {first};"]
+        self.row += self.walk_features(e.args[0], [], lambda x: [f"{to} = {_join(e, to, x)};"], [])
+
+    def walk_features(
+        self, x: Expr, before: list[str], inside: Callable[[str], list[str]], behind: list[str], reduced: str = ""
+    ) -> list[str]:
+        """A loop over the features of a vector per pair: ``before``, a loop over pairs with ``inside`` of its number,
+        and ``behind``. Numbers per pair that it is made of are computed once for all features."""
+        width = self.k.form.width(x)
+        if width > MOST_WALKED:
+            raise Unsupported("a vector per pair of many features")
+        outer: list[str] = []
+        inner: list[str] = []
+        known: dict[Expr, str] = {}
+        for e in topological([x], stop=lambda e: e.feature is None):
+            if e.feature is None:
+                known[e] = self._row_number(e)
+            elif e.op == "spread":
+                known[e] = known[e.args[0]]
+            else:
+                text = self._leaf_feature(e) if e.op == "leaf" else self._feature_primitive(e, known)
+                known[e] = self.name()
+                lines = inner if self.k.is_folded(e) else outer
+                lines.append(f"const {NUMBER[e.dtype]} {known[e]} = {text};")
+        return [
+            f"for (int f = 0; f < {width}; f++) {{",
+            *outer,
+            *before,
+            f'_Pragma("omp simd{reduced}")',
+            "for (int j = 0; j < n; j++) {",
+            *inner,
+            *inside(known[x]),
+            "}",
+            *behind,
+            "}",
+        ]
+
+    def _feature_primitive(self, e: Expr, known: dict[Expr, str]) -> str:
+        if e.op not in PRIMITIVES:
+            raise Unsupported(f"{e.op} of vectors has no C++ form")
+        return write_primitive(e, [known[a] for a in e.args], self.k.form.single).replace("quick_", "")
+
+    def _leaf_feature(self, e: Expr) -> str:
+        """Feature ``f`` of a leaf of one side, or of none."""
+        if e.is_pair or e.dtype != "float" or e.packing is not None:
+            raise Unsupported("vectors per pair that are given")
+        if self.k.is_folded(e):
+            return f"{self.features(e)}[f * BN + j]"
+        if self.k.is_kept(e):
+            own = self.vectors(e)
+            return f"{own}.at[(I)i * {own}.ld + f]"
+        at = self.k.leaf_at[e]
+        return f"read_number((const char*)a[{at}], b * a[{at + 1}] + f * a[{at + 3}], (int)a[{at + 4}])"
+
+    def _row_number(self, e: Expr) -> str:
+        """A number that a loop over features reads: of a pair, from a buffer that is filled before."""
+        if not self.k.is_folded(e):
+            return self.get(e)
+        if e in self.slots:
+            return f"{self.slots[e]}[j]"
+        if e.dtype == "int":
+            raise Unsupported("integers beside vectors per pair")
+        key = ("number", e)
+        if key not in self.names:
+            buffer = self.once(key, "F*", f"w + {self.k.room.take(key, self.k.form.block[1])}", self.top)
+            loop = self.own, self.lines, self.asked
+            self.begin_loop()
+            value = self.get(e)
+            self.row += self.end_loop({}, [f"{buffer}[j] = {value};"])
+            self.own, self.lines, self.asked = loop
+        return f"{self.names[key]}[j]" + (" != 0" if e.dtype == "bool" else "")
 
     # Loops --------------------------------------------------------------------------------------------------
 
