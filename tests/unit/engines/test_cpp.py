@@ -194,6 +194,18 @@ def test_double_and_sixteen_bits(ran):
     assert (found.double() - truth).abs().max() < 2e-2 and any(ran)
 
 
+def test_integers_have_64_bits(ran):
+    @mr.op
+    @no_type_check
+    def whole(x: Row, y: Col):
+        small = (x % 100 - 50) ** (y % 9) + (x % 3 - 1) ** -torch.abs(y % 4)
+        large = torch.square(x % 99991) * torch.sign(y) + torch.relu(x - y) + torch.maximum(x, y)
+        return mr.sum(small), mr.sum(large + torch.abs(y) - torch.clamp(x, min=y), over="rows")
+
+    check(whole, *(torch.randint(-(2**60), 2**60, (n,)) for n in (70, 600)))
+    assert all(ran)
+
+
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan, 1e30])
 def test_infinities_nan_and_rows_that_see_nothing(odd):
     """As tiles of torch calls have them: which results are finite, and those that are."""

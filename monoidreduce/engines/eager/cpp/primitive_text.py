@@ -97,7 +97,11 @@ _SINGLE = {
     **{name: f"{name}_({{0}}, {{1}})" for name in ("atan2", "hypot", "copysign")},
     "polygamma": "polygamma_{n}({0})",
 }
-_WHOLE = {name: f"{name}_({{0}}, {{1}})" for name in ("floor_divide", "remainder", "fmod")}  # of integers
+_WHOLE = {  # of integers
+    **{name: f"{name}_({{0}}, {{1}})" for name in ("floor_divide", "remainder", "fmod")},
+    "pow": "power_({0}, {1})",
+    "relu": "({0} <= 0 ? (I)0 : {0})",
+}
 _COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 NUMBER = {"float": "F", "int": "I", "bool": "bool"}
 _ORDER = {"bool": 0, "int": 1, "float": 2}

@@ -297,6 +297,12 @@ INLINE I floor_divide_(I a, I b) {
   return q - (fmod_(a, b) != 0 && ((a < 0) != (b < 0)));
 }
 INLINE I remainder_(I a, I b) { const I r = fmod_(a, b); return r + (r != 0 && ((r < 0) != (b < 0)) ? b : 0); }
+INLINE I power_(I a, I n) {  // by squaring; a negative exponent leaves nothing but 1 and -1
+  if (n < 0 && a != 1 && a != -1) return 0;
+  uint64_t base = (uint64_t)a, found = 1;
+  for (uint64_t left = (uint64_t)n; left; left >>= 1, base *= base) if (left & 1) found *= base;
+  return (I)found;
+}
 template <class T> INLINE T nan_to_num_(T x, T nan, T most, T least) {
   return x != x ? nan : x == (T)INF ? most : x == -(T)INF ? least : x;
 }
