@@ -44,7 +44,6 @@ try:
         from .plan.budget import budget
         from .program.declarations import Batch, Col, Pair, Row, Table
         from .program.symbol import functions
-        from .program.tables import lookup
         from .program.vocabulary import all as all
         from .program.vocabulary import any as any
         from .program.vocabulary import (
@@ -55,6 +54,7 @@ try:
             dropout,
             gumbel,
             logsumexp,
+            lookup,
             mean,
             num_cols,
             num_rows,

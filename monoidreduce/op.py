@@ -35,11 +35,10 @@ from .plan.budget import budget
 from .plan.candidates import Cost
 from .plan.settings import requested_budget
 from .program import declarations
-from .program.compile import compile_program
 from .program.declarations import inputs_of as domain_inputs
 from .program.declarations import public_name
 from .program.expression import Expr
-from .program.lower import Lowered
+from .program.lower import Lowered, compile_program
 from .program.trace import TracedBody, find_place
 from .runtime import bind, call_cost, dispatch, recorder, table_range, torch_operator, torch_replay
 from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_axes, output_form

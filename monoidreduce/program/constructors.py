@@ -422,20 +422,13 @@ class Contraction:
     minus: Expr | None = None
 
 
-def split_products(e: Expr) -> tuple[list[Expr], Expr | None]:
-    """A vector per pair as a sum of products of several vectors (``several.py``), and what is left (None: nothing)."""
-    if any(n.op == "einsum" for n in topological([e], stop=lambda n: n.op not in _LINEAR)):
-        return several.split_products(e)
-    return [], e
-
-
 def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:
     """How Σ value is computed: as products where the value is number × vector, else by walking its features."""
     if value.feature is None:
         return (Contraction(value, None),)
     if value.dtype != "float":  # matrix products are of floats, which would round integers
         return (Contraction(value, None, walk=True),)
-    products, rest = split_products(value)
+    products, rest = several.split_products(value)
     if products:
         return (*(Contraction(p, None, walk=True) for p in products), *(contractions(rest, over) if rest else ()))
     gap = gap_form(value)

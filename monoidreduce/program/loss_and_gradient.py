@@ -18,11 +18,10 @@ import torch
 
 from ..reductions import kind_of, make, outputs_of
 from . import constructors
-from .compile import compile_program
 from .constructors import ONE, apply, contractions, substitute
 from .expression import Expr, index, node, result, topological
 from .gradient import differentiate_fold
-from .lower import Fold, Lowered, Pass
+from .lower import Fold, Lowered, Pass, compile_program
 from .normal_form import factors, number_factor
 from .reverse_mode import backpropagate
 from .symbol import Symbol

@@ -1,4 +1,10 @@
-"""The last passes of the compiler: which reductions run together, and what is hoisted out of them.
+"""The compiler: from a traced body, or from a fold that is to be differentiated, to the folds that an engine runs.
+
+:func:`run_passes` is the whole of it, one line for each compiler pass; :func:`compile_program` is the same with a
+cache, and what the rest of the library calls. Nothing here depends on shapes, devices or engines, so a program is
+compiled once for all calls that trace alike. ``op.explain(..., passes=True)`` prints the program after each pass.
+Expressions are simplified as they are built (``expression.py``), so every pass receives and returns simplified ones.
+The normal form is in ``normal_form.py``. The last passes say which reductions run together, and what is hoisted out:
 
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
@@ -14,15 +20,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..reductions import kind_of, outputs_of
 from . import constructors
 from .constructors import interval, substitute
 from .expression import Expr, const, letters, node, reduce_node, result, topological
-from .normal_form import is_pass
+from .normal_form import is_pass, normalize
 from .philox import DRAWS
 from .primitives import PRIMITIVES
 from .several import OF_VECTORS
@@ -162,6 +168,40 @@ def _find_gradients(p: Pass, program: Lowered, leaves: Sequence[Expr | None]) ->
         if (e.rows, e.cols, e.feature) == (leaf.rows, leaf.cols, leaf.feature):
             found.append((r, p.fold.leaves[p.feeds.index(leaf)]))
     return tuple(found)
+
+
+class Derived(Protocol):
+    """A program made from a fold: its gradient (``gradient.py``)."""
+
+    fold: Fold
+
+    @property
+    def outputs(self) -> tuple[Expr, ...]: ...
+
+
+Source = tuple[Expr, ...] | Derived  # a body's outputs, or a fold and what of it is to be differentiated
+Observe = Callable[[str, Any], None]  # is given the name of a compiler pass, and what that pass returned
+
+
+def run_passes(source: Source, observe: Observe = lambda name, result: None) -> Lowered:
+    """Compile ``source``; ``observe`` is called with the name and the result of each compiler pass, in order."""
+    outputs = source if isinstance(source, tuple) else source.outputs
+    observe("trace" if isinstance(source, tuple) else "gradient", outputs)
+    outputs = normalize(outputs)
+    observe("normal form", outputs)
+    outputs = merge_softmax(outputs)
+    observe("merge softmax", outputs)
+    groups = group_reductions(outputs)
+    observe("group reductions", groups)
+    program = hoist_one_sided(outputs, groups)
+    observe("hoist one-sided", program)
+    return program if isinstance(source, tuple) else program.with_exactness(source.fold.exact)
+
+
+@functools.lru_cache(maxsize=4096)
+def compile_program(source: Source) -> Lowered:
+    """The program that computes ``source``: :func:`run_passes`, with its answers cached."""
+    return run_passes(source)
 
 
 def merge_softmax(outputs: tuple[Expr, ...]) -> tuple[Expr, ...]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..reductions import kind_of, make
 from . import constructors
-from .constructors import ONE, ZERO, apply, split_products, terms
+from .constructors import ONE, ZERO, apply, terms
 from .expression import Expr, const, index, size, topological
-from .several import scale, split_factor
+from .several import scale, split_factor, split_products
 
 Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
