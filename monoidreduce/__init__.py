@@ -42,8 +42,8 @@ try:
         from .op import Op, op
         from .plan import cache
         from .plan.budget import budget
-        from .program.declarations import Batch, Col, Pair, Row, Table
         from .program.symbol import functions
+        from .program.trace import Batch, Col, Pair, Row, Table
         from .program.vocabulary import all as all
         from .program.vocabulary import any as any
         from .program.vocabulary import (

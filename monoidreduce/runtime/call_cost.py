@@ -36,9 +36,9 @@ from ..plan.op_counts import Case, add_work, count_work, round_length
 from ..plan.schedule import Choice
 from ..program import constructors
 from ..program.constructors import LISTED
-from ..program.declarations import COL_SEQUENCE, ROW_SEQUENCE, Parameter
 from ..program.expression import Expr, const, index, topological
 from ..program.lower import Fold, Lowered
+from ..program.trace import COL_SEQUENCE, ROW_SEQUENCE, Parameter
 from ..reductions import kind_of
 from . import autograd, dispatch, gradient_in_forward, memory_estimate
 from .dry_run import DryRun, FoldCall, dry_run

@@ -53,11 +53,11 @@ from ..engines.ranks import distributed_fold
 from ..errors import EngineError, NoGradientError
 from ..plan import panel_layout, settings
 from ..plan.settings import REFERENCE_LIMIT, Settings
-from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
 from ..program.loss_and_gradient import SavingFold, fold_saving_row_gradients
 from ..program.lower import Fold, Lowered, Pass, compile_program, find_same_sequence
+from ..program.trace import Parameter
 
 # The engines
 

@@ -27,7 +27,7 @@ from ...reductions import kind_of, outputs_of
 from ...reductions.base import folded_dim, stretch
 from .shard import Shard
 
-# The nodes of listed pairs (``program/declarations.py``) evaluated densely, for the reference engine.
+# The nodes of listed pairs (``program/trace.py``) evaluated densely, for the reference engine.
 #
 # A pair that is listed twice is folded twice. A mask cannot say that, so a reduction whose lists repeat a pair is given
 # one copy of the folded axis for each time, and a copy's pairs that are not listed so often are the identity.
