@@ -44,6 +44,7 @@ __all__ = [
     "apply",
     "apply_over_features",
     "component",
+    "conditions_of",
     "dot",
     "feature_extreme",
     "find_listed",
@@ -352,6 +353,13 @@ def apply_over_features(name: str, x: Expr) -> Expr:
     return (
         apply("sub", lowered, apply("log", total)) if name == "log_softmax" else apply("add", peak, apply("log", total))
     )
+
+
+def conditions_of(e: Expr) -> list[Expr]:
+    """The conditions without each of which ``where(c, x, 0)`` is 0: all that c joins; none of any other expression."""
+    if e.op != "where" or not is_constant(e.args[2], 0):
+        return []
+    return topological([e.args[0]], stop=lambda c: c.op not in ("logical_and", "stretches"))
 
 
 def look_up(table: Expr, index: Expr) -> Expr:

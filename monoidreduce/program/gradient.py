@@ -123,8 +123,8 @@ def _is_split(e: Expr) -> bool:
 
 
 def _is_hidden(e: Expr, same: Expr) -> bool:
-    while e.op == "where" and constructors.is_constant(e.args[2], 0):
-        if e.args[0] is same or same in e.args[0].args:
+    while found := constructors.conditions_of(e):
+        if same in found:
             return True
         e = e.args[1]
     return False

@@ -189,40 +189,55 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
     if not _is_short(k):
         return _factor_shared(k, over)
-    free, alone, others = ONE, ONE, []
+    free, alone = ONE, ONE
+    sided, pairs = _list_factors(k)
+    for op, f in sided:
+        if op == "neg":
+            free = apply("neg", free)
+        elif _varies_along(f, over):
+            alone = _multiply(alone, op, f)
+        else:
+            free = _multiply(free, op, f)
+    others = [_guard_terms(f) if f.op in ("add", "sub") else f for f in pairs]
+    if free.rows or free.cols:
+        guarded = _multiply_inside(others, [("mul", free)], ("listed", "eq"))
+        free = free if guarded is None else ONE
+        others = guarded or others
+    return free, alone, functools.reduce(lambda a, b: apply("mul", a, b), others, ONE)
+
+
+def _list_factors(k: Expr) -> tuple[list[tuple[str, Expr]], list[Expr]]:
+    """A product's factors of one side or none, each with how it joins (``mul``, ``div``; ``neg`` of what is the rest), and
+    its factors per pair."""
+    sided: list[tuple[str, Expr]] = []
+    pairs: list[Expr] = []
     stack = [k]
     while stack:
         f = stack.pop()
-        if not _varies_along(f, over):
-            free = apply("mul", f, free)
-        elif not _varies_along(f, _name_other_axis(over)):
-            alone = apply("mul", f, alone)
+        if not f.is_pair:
+            sided.append(("mul", f))
         elif f.op == "mul" and f.dtype == "float":
             stack += reversed(f.args)
         elif f.op == "neg":
-            free = apply("neg", free)
+            sided.append(("neg", ONE))
             stack.append(f.args[0])
         elif f.op == "div" and not f.args[1].is_pair:
-            divisor = f.args[1]
-            if _varies_along(divisor, over):
-                alone = apply("div", alone, divisor)
-            else:
-                free = apply("div", free, divisor)
+            sided.append(("div", f.args[1]))
             stack.append(f.args[0])
         elif (
             f.op == "where"
             and constructors.is_constant(f.args[2], 0)
             and (number := number_factor(f.args[1])) is not None
         ):
-            free = apply("mul", free, number[0])
+            sided.append(("mul", number[0]))
             stack.append(apply("where", f.args[0], number[1], 0.0))
         else:
-            others.append(_guard_terms(f) if f.op in ("add", "sub") else f)
-    if free.rows or free.cols:
-        guarded = _multiply_inside(others, [("mul", free)], ("listed", "eq"))
-        free = free if guarded is None else ONE
-        others = guarded or others
-    return free, alone, functools.reduce(lambda a, b: apply("mul", a, b), others, ONE)
+            pairs.append(f)
+    return sided, pairs
+
+
+def _multiply(total: Expr, op: str, factor: Expr) -> Expr:
+    return apply("neg", total) if op == "neg" else apply(op, *((factor, total) if op == "mul" else (total, factor)))
 
 
 # A domain (``cols=``) may leave a row without columns. Numbers of such a row may be infinite (one over a sum of
@@ -237,14 +252,12 @@ def _multiply_inside(numbers: list[Expr], sided: list[tuple[str, Expr]], kinds: 
     if at is None:
         return None
     condition, value, _ = numbers[at].args
-    value = functools.reduce(lambda a, b: apply(b[0], a, b[1]), sided, value)
+    value = functools.reduce(lambda total, one: _multiply(total, *one), sided, value)
     return [*numbers[:at], apply("where", condition, value, 0.0), *numbers[at + 1 :]]
 
 
 def _hides_absent_pairs(e: Expr, kinds: tuple[str, ...]) -> bool:
-    if e.op != "where" or not constructors.is_constant(e.args[2], 0):
-        return False
-    for c in topological([e.args[0]], stop=lambda c: c.op not in ("logical_and", "stretches")):
+    for c in constructors.conditions_of(e):
         sides = [(a.rows, a.cols) for a in c.args if a.op in ("input", "leaf") and a.dtype == "int"]
         if c.op in kinds and (c.op == "listed" or sides == [(True, False), (False, True)]):
             return True
@@ -261,28 +274,11 @@ def _guard_terms(e: Expr) -> Expr:
 
 
 def _guard_product(e: Expr) -> Expr:
-    numbers: list[Expr] = []
-    sided: list[tuple[str, Expr]] = []
-    stack, negative = [e] if _is_short(e) else [], False
-    while stack:
-        f = stack.pop()
-        if not f.is_pair:
-            sided.append(("mul", f))
-        elif f.op == "mul" and f.dtype == "float":
-            stack += reversed(f.args)
-        elif f.op == "neg":
-            negative = not negative
-            stack.append(f.args[0])
-        elif f.op == "div" and not f.args[1].is_pair:
-            sided.append(("div", f.args[1]))
-            stack.append(f.args[0])
-        else:
-            numbers.append(f)
-    found = _multiply_inside(numbers, sided, ("eq",)) if any(x.rows or x.cols for _, x in sided) else None
-    if found is None:
+    if not _is_short(e):
         return e
-    product = functools.reduce(lambda a, b: apply("mul", a, b), found)
-    return apply("neg", product) if negative else product
+    sided, pairs = _list_factors(e)
+    found = _multiply_inside(pairs, sided, ("eq",)) if any(x.rows or x.cols for _, x in sided) else None
+    return e if found is None else functools.reduce(lambda a, b: apply("mul", a, b), found)
 
 
 def _is_product(e: Expr) -> bool:
