@@ -22,8 +22,7 @@ from .engines.common.evaluate import Sizes
 from .errors import NoGradientError
 from .plan import settings
 from .plan.budget import format_ceil as _size
-from .plan.candidates import Cost, Part, ScheduleCost
-from .plan.op_counts import DeviceRates
+from .plan.candidates import Cost, DeviceRates, Part, ScheduleCost
 from .program.expression import Expr, topological
 from .program.gradient import FoldGradient
 from .program.lower import Fold, Lowered, Source, compile_program, run_passes

@@ -207,7 +207,7 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
 
 
 def _list_factors(k: Expr) -> tuple[list[tuple[str, Expr]], list[Expr]]:
-    """A product's factors of one side or none, each with how it joins (``mul``, ``div``; ``neg`` of what is the rest), and
+    """A product's factors of one side or none, each with how it joins (``mul`` or ``div``; ``neg`` of the rest), and
     its factors per pair."""
     sided: list[tuple[str, Expr]] = []
     pairs: list[Expr] = []

@@ -576,7 +576,7 @@ class Reduction:
     combine_ops: ClassVar[int] = 12  # launches that combine the results of splits
 
     def count_pair(self, counter: Any, r: Expr) -> None:
-        """Add to ``counter`` (of ``plan/op_counts.py``) what one pair takes."""
+        """Add to ``counter`` (of ``plan/candidates.py``) what one pair takes."""
         for a in r.args:
             counter.count_value(a)
         counter.plain += self.plain_ops

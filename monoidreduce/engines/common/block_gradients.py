@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...errors import NoGradientError
 from ...plan import budget, candidates
-from ...plan.op_counts import DeviceRates, count_fold
+from ...plan.candidates import DeviceRates, count_fold
 from ...program.constructors import find_listed
 from ...program.expression import Expr, Feature
 from ...program.lower import Fold
