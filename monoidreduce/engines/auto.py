@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..plan import candidates, schedule, settings
-from ..plan.candidates import Case, round_length
-from ..plan.schedule import Choice
+from ..plan.candidates import Case
+from ..plan.schedule import Choice, round_length
 from ..program.expression import Expr, index, size
 from ..program.lower import Fold, Lowered, conditions, digest_fold
 from . import eager, panel, triton

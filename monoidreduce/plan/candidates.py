@@ -47,7 +47,7 @@ from ..program.several import DOTS, is_product
 from ..reductions import kind_of, outputs_of
 from . import schedule, settings
 from .communication import forward_cost
-from .schedule import Choice, Key, family_name, get_followed
+from .schedule import Choice, Key, family_name, get_followed, middle_length, round_length
 
 # Device rates: what the cost model divides by.
 #
@@ -246,31 +246,6 @@ SPECIAL = {name: p.cost for name, p in PRIMITIVES.items() if p.cost}  # in expon
 FAST = SPECIAL | {name: p.fast for name, p in PRIMITIVES.items() if p.fast}  # in kernels of 16-bit programs
 FEW_FEATURES = 16  # up to here squared distances are computed feature by feature, without matrix products
 _OF_VECTORS = ("dot", "sqdist", "fsum", "famax", "famin")  # numbers per pair that are made of vectors
-_STEPS = 16  # classes of lengths between two powers of two
-
-
-def round_length(length: int, classes: int = _STEPS) -> int:
-    """The longest length of a length's class: between two powers of two there are 16 classes, up to 32 every length.
-
-    >>> round_length(31), round_length(1000), round_length(1024), round_length(1025), round_length(4000)
-    (31, 1024, 1024, 1088, 4096)
-    """
-    step = _find_class_step(length, classes)
-    return -(-length // step) * step
-
-
-def middle_length(length: int) -> int:
-    """The length in the middle of a length's class (:func:`round_length`).
-
-    >>> middle_length(31), middle_length(1000), middle_length(1024), middle_length(16400)
-    (31, 1008, 1008, 16896)
-    """
-    return round_length(length) - _find_class_step(length) // 2
-
-
-def _find_class_step(length: int, classes: int = _STEPS) -> int:
-    """How many lengths the class of a length has."""
-    return 1 << max(0, (length - 1).bit_length() - classes.bit_length())
 
 
 @dataclass(frozen=True)

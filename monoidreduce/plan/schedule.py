@@ -315,6 +315,33 @@ def family_name(major: int, minor: int) -> str:
     return "ada" if major in (7, 8, 12) else "hopper"
 
 
+_STEPS = 16  # classes of lengths between two powers of two
+
+
+def round_length(length: int, classes: int = _STEPS) -> int:
+    """The longest length of a length's class: between two powers of two there are 16 classes, up to 32 every length.
+
+    >>> round_length(31), round_length(1000), round_length(1024), round_length(1025), round_length(4000)
+    (31, 1024, 1024, 1088, 4096)
+    """
+    step = _find_class_step(length, classes)
+    return -(-length // step) * step
+
+
+def middle_length(length: int) -> int:
+    """The length in the middle of a length's class (:func:`round_length`).
+
+    >>> middle_length(31), middle_length(1000), middle_length(1024), middle_length(16400)
+    (31, 1008, 1008, 16896)
+    """
+    return round_length(length) - _find_class_step(length) // 2
+
+
+def _find_class_step(length: int, classes: int = _STEPS) -> int:
+    """How many lengths the class of a length has."""
+    return 1 << max(0, (length - 1).bit_length() - classes.bit_length())
+
+
 # Plan records: tuned plans, kept in this process and on disk for the next. A :class:`Key` is all that a plan depends
 # on: program, bucket of lengths, types, device, budget, versions. A :class:`Record` is a plan with its measurements.
 # On disk a record is one small JSON file, named by a digest of its key, so writers of different plans never touch the

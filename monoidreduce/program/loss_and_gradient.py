@@ -21,8 +21,7 @@ from . import constructors
 from .constructors import ONE, apply, contractions, substitute
 from .expression import Expr, index, node, result, topological
 from .gradient import differentiate_fold
-from .lower import Fold, Lowered, Pass, compile_program
-from .normal_form import factors, number_factor
+from .lower import Fold, Lowered, Pass, compile_program, factors, number_factor
 from .reverse_mode import backpropagate
 from .symbol import Symbol
 

@@ -31,8 +31,8 @@ from ..engines.listed.lists import find_lists
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, schedule, settings
-from ..plan.candidates import Case, Cost, Part, ScheduleCost, add_work, count_work, round_length
-from ..plan.schedule import Choice
+from ..plan.candidates import Case, Cost, Part, ScheduleCost, add_work, count_work
+from ..plan.schedule import Choice, round_length
 from ..program import constructors
 from ..program.constructors import LISTED
 from ..program.expression import Expr, const, index, topological

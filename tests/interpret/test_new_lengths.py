@@ -7,7 +7,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton.codegen.tile_ranges import compute_tile_ranges, find_longest, identify_table
-from monoidreduce.plan.candidates import round_length
+from monoidreduce.plan.schedule import round_length
 from monoidreduce.program.gradient import FoldGradient
 from monoidreduce.program.lower import compile_program
 from tests.support import new_lengths

@@ -25,8 +25,7 @@ from torch import Tensor
 from ...program import expression
 from ...program.constructors import apply, substitute
 from ...program.expression import Expr, const, index, node, reduce_node, topological
-from ...program.lower import Fold
-from ...program.normal_form import split_index_match
+from ...program.lower import Fold, split_index_match
 from ...reductions import kind_of
 from . import combine
 from .bounded_cache import BoundedCache
