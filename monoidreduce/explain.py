@@ -28,7 +28,7 @@ from .program.gradient import FoldGradient
 from .program.lower import Fold, Lowered, Source, compile_program, run_passes
 from .program.trace import TracedBody
 from .reductions import kind_of
-from .reductions.derived_gradient import gradient_source
+from .reductions.user import gradient_source
 from .runtime import call_cost, dispatch
 from .runtime.call_cost import ListedPairs
 from .runtime.dispatch import choose_step_class

@@ -46,7 +46,6 @@ from ..program.primitives import PRIMITIVES
 from ..program.several import DOTS, is_product
 from ..reductions import kind_of, outputs_of
 from . import schedule, settings
-from .communication import forward_cost
 from .schedule import Choice, Key, family_name, get_followed, middle_length, round_length
 
 # Device rates: what the cost model divides by.
@@ -603,6 +602,20 @@ def _estimate_gathers(case: Case) -> Estimate:
 
 
 _GATHER_PASSES = 4  # gather, multiply, sum, add: each reads and writes the gathered vectors
+
+
+def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
+    """Equation 5: all bytes read and combined for L rows in l slices and R columns in r slices,
+
+        (r / W) L A + l R B + (r / W - 1) L P
+
+    where a worker takes W column slices for each row slice, reads the row slice once and combines them locally.
+
+    >>> forward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
+    200.0
+    """
+    groups = r / W
+    return groups * L * A + l * R * B + (groups - 1) * L * P
 
 
 # Tiles in torch -----------------------------------------------------------------------------------------------

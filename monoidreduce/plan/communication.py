@@ -1,4 +1,4 @@
-"""Communication of a sharded fold, in bytes: what our layouts send (the papers' equations 5 and 9).
+"""Communication of a sharded fold, in bytes: what our layouts send (equations 5, in ``candidates.py``, and 9).
 
 Counts are bytes sent by one rank, averaged over the ranks. ``A`` and ``B`` are the bytes of one row's and one column's
 inputs, ``P`` those of one row's result.
@@ -12,22 +12,9 @@ from dataclasses import dataclass
 from ..program.expression import Expr
 from ..program.lower import Fold
 from ..reductions import kind_of
+from .candidates import forward_cost
 
 Of = Callable[[str], int]  # the size of a feature letter
-
-
-def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
-    """Equation 5: all bytes read and combined for L rows in l slices and R columns in r slices,
-
-        (r / W) L A + l R B + (r / W - 1) L P
-
-    where a worker takes W column slices for each row slice, reads the row slice once and combines them locally.
-
-    >>> forward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
-    200.0
-    """
-    groups = r / W
-    return groups * L * A + l * R * B + (groups - 1) * L * P
 
 
 def backward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:

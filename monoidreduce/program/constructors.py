@@ -436,9 +436,10 @@ def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:
         return (Contraction(value, None),)
     if value.dtype != "float":  # matrix products are of floats, which would round integers
         return (Contraction(value, None, walk=True),)
-    products, rest = several.split_products(value)
-    if products:
-        return (*(Contraction(p, None, walk=True) for p in products), *(contractions(rest, over) if rest else ()))
+    if any(n.op == "einsum" for n in topological([value], stop=lambda n: n.op not in _LINEAR)):
+        products, rest = several.split_products(value)
+        if products:
+            return (*(Contraction(p, None, walk=True) for p in products), *(contractions(rest, over) if rest else ()))
     gap = gap_form(value)
     if gap is not None and gap[1].op == gap[2].op == "leaf":
         return (Contraction(gap[0], gap[1], minus=gap[2]),)

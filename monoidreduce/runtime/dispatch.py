@@ -19,7 +19,7 @@ rounds its products, unless its gradients, too, are written by products of our o
 Gradients inherit it, gradients of gradients too, and whoever runs them obeys: where panels are the vendor's after all
 they hold float32. A prediction that fails costs memory and time, and no digits.
 
-**Gradients of rows that the forward saves** (``program/loss_and_gradient.py``). It pays where kernels run and pairs are
+**Gradients of rows that the forward saves** (``program/gradient.py``). It pays where kernels run and pairs are
 many: a product less in all, for the price of one vector per row that is held until the backward. Under a memory budget
 the usual path is taken, and so it is by a backward that is itself to be differentiated. Targets that are data (labels
 in any order) lie in every tile, so that no tile goes without a condition and a running maximum: they take the usual
@@ -54,8 +54,7 @@ from ..errors import EngineError, NoGradientError
 from ..plan import panel_layout, settings
 from ..plan.settings import REFERENCE_LIMIT, Settings
 from ..program.expression import Expr, topological
-from ..program.gradient import FoldGradient
-from ..program.loss_and_gradient import SavingFold, fold_saving_row_gradients
+from ..program.gradient import FoldGradient, SavingFold, fold_saving_row_gradients
 from ..program.lower import Fold, Lowered, Pass, compile_program, find_same_sequence
 from ..program.trace import Parameter
 

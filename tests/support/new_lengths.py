@@ -24,7 +24,7 @@ OTHERS = (1050, 1052)  # of a class that was not met: its schedule is chosen, an
 BOUNDARIES = (1023, 1024, 1025, 1032, 1040, 1056, 1088, 1089, 130)
 # What runs once for a program, and what runs once for a class of lengths
 PROGRAM = ("program/trace:trace", "program/lower:run_passes", "program/lower:normalize", "program/reverse_mode")
-PROGRAM += ("program/loss_and_gradient", "program/gradient")
+PROGRAM += ("program/gradient",)
 PROGRAM += ("engines/triton/codegen/compiler", "engines/triton/codegen/reductions", "runtime/dry_run")
 CLASS = ("plan/candidates",)
 # and what runs once for lengths whose strides are aligned alike

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import monoidreduce as mr
-from monoidreduce.plan import candidates, communication
+from monoidreduce.plan import candidates
 from monoidreduce.plan.candidates import count_work, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime.dry_run import LiveMemory
@@ -312,13 +312,13 @@ def test_bytes_of_kernels_are_equation_5():
     each = work.reads["rows"], work.reads["cols"], work.writes["rows"]
     slices = 1024 // kept, 4096 // folded
     result = 1024 * work.writes["rows"]
-    read = communication.forward_cost(*slices, 1024, 4096, *each, W=slices[1])
+    read = candidates.forward_cost(*slices, 1024, 4096, *each, W=slices[1])
     assert part.estimate.bytes == read + result
     assert each[:2] == (64 * 4, 2 * 64 * 4) and folded_axes(part.case.fold) == ("cols",)
 
 
 def test_grouping_slices_lowers_communication_as_the_paper_says():
-    alone, grouped = (communication.forward_cost(4, 16, 1000, 2000, 8, 16, 4, W=w) for w in (1, 4))
+    alone, grouped = (candidates.forward_cost(4, 16, 1000, 2000, 8, 16, 4, W=w) for w in (1, 4))
     assert alone - grouped == (16 - 4) * 1000 * (8 + 4)
 
 
