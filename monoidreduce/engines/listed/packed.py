@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from ...program import constructors
-from ...program.compile import offset_fold
 from ...program.expression import Expr, const
 from ...program.lower import Fold, find_same_sequence
 from ...reductions import kind_of
 from ..common import bounded_cache, combine, subproblem
 from ..common.evaluate import Sizes, allocate_result, pair_result_form
-from ..common.subproblem import Engine, Range, make_offset_leaf, slice_leaf
+from ..common.subproblem import Engine, Range, make_offset_leaf, offset_fold, slice_leaf
 from .run import make_empty_results
 
 _SHORT = 2**16  # pairs of all batch elements, which take less time than a fold takes to begin

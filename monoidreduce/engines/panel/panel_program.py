@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...plan import panel_layout, settings
-from ...program.compile import compile_program
 from ...program.constructors import apply, contractions, substitute
 from ...program.expression import Expr, const, node, reduce_node, result, topological
-from ...program.lower import Fold, Lowered, Pass, conditions, is_idle
+from ...program.lower import Fold, Lowered, Pass, compile_program, conditions, is_idle
 from ...reductions import kind_of, make, outputs_of
 from ...reductions.pair import EVERY
 from ..common import matmul
