@@ -1,12 +1,9 @@
-"""Sums and softmax means over edges on a CPU: numbers per edge in torch, products by torch's sparse kernels.
+"""Sums, softmax means and the best over edges on a CPU: numbers per edge in torch, products by torch's sparse kernels.
 
 Lists of single columns for single rows have no matrix products to make of them. All numbers of a pair are computed for
 a stretch of edges at once; Σ number × vector is ``embedding_bag``, which reads a vector where it lies, and products of
-vectors are ``sampled_addmm``. So no vector is copied for an edge.
-
-Gradients of maxima and of top-k are sums over the edges that rows chose. A row names the columns that won, so nothing
-is asked of other edges: numbers of M × k winners are added up, by rows with ``embedding_bag``, by columns with
-``index_add``. A column that is not in the row's list counts nothing.
+vectors are ``sampled_addmm``. So no vector is copied for an edge, but where a pair has vectors of its own (distances,
+sums over features): these are made for some edges at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from torch.nn.functional import embedding_bag
 from ...program.constructors import ONE, Contraction, contractions
 from ...program.expression import Expr, topological
 from ...program.lower import scaled_result
+from ...program.primitives import PRIMITIVES
 from ...reductions import FastForm, all_have, kind_of
 from ...reductions.best import NOWHERE, worst
 from ...reductions.histogram import add_at
@@ -33,30 +31,29 @@ from ..common.evaluate import Evaluator, Sizes, look_up, to_compute_dtype
 from .lists import Lists, LocalFold
 
 _STRETCH = 2**16  # edges whose numbers stay in the cache
+_VECTORS = 2**19  # numbers of their vectors at a time
+_OF_VECTORS = ("sqdist", "fsum", "famax", "famin")
 _BATCH = 64  # batch elements, which run one after the other
 _MOST_PADDING = 4  # times the edges, where the best of lists of unequal lengths are sought
 
 
 def can_run(local: LocalFold, lists: Lists, sizes: Sizes) -> bool:
-    """True for sums, softmax means and numbers of edges, of single rows and columns on a CPU."""
+    """True for sums, softmax means, the best and numbers of edges, of single rows and columns on a CPU."""
     if sizes.device.type != "cpu" or lists.kept_block != 1 or lists.unit != 1 or any(n != 1 for n in lists.batch):
         return False
-    return 0 < torch.Size(sizes.batch).numel() <= _BATCH and _has_numbers_only(local)
+    return 0 < torch.Size(sizes.batch).numel() <= _BATCH and _has_form(local)
 
 
 @functools.lru_cache(maxsize=1024)
-def _has_numbers_only(local: LocalFold) -> bool:
-    """True where a pair holds numbers alone, products of two vectors among them."""
+def _has_form(local: LocalFold) -> bool:
+    """True where a pair holds numbers, products of two vectors, and vectors that are made feature by feature."""
     if local.fold is None or local.plain or any(name in ("once", "position", "listed") for name, _ in local.extra):
         return False
     if not all_have(FastForm.EDGES, local.fold.reductions):
         return False
-    if any(c.walk or c.minus is not None for r in local.fold.reductions for _, c in _contractions(r)):
-        return False
-    inside = topological(_numbers(local), stop=lambda e: e.op == "dot" or not e.is_pair)
-    if any(e.op in ("fsum", "famax", "famin", "sqdist", "component") for e in inside if e.is_pair):
-        return False
-    return all(e.op == "dot" or e.feature is None for e in inside if e.is_pair)
+    inside = [e for e in topological(_numbers(local), stop=lambda e: e.op == "dot" or not e.is_pair) if e.is_pair]
+    made = [e for e in inside if e.feature is not None]
+    return all(e.op in PRIMITIVES or e.op == "spread" for e in made) and all(e.op != "component" for e in inside)
 
 
 def _contractions(r: Expr) -> list[tuple[int, Contraction]]:
@@ -310,7 +307,8 @@ class _Stretch:
     def number(self, e: Expr) -> Tensor:
         """A number of every edge."""
         memo, count = self.evaluate.memo, self.edges.stop - self.edges.start
-        for n in topological([e], stop=lambda n: n in memo or n.op in ("dot", "lookup") or not n.is_pair):
+        stop = lambda n: n in memo or n.op in _OF_VECTORS or n.op == "lookup" or not n.is_pair
+        for n in topological([e], stop=stop):
             if n in memo:
                 continue
             if n.op == "lookup" and n.is_pair:
@@ -318,6 +316,8 @@ class _Stretch:
                 memo[n] = look_up(table, at, 1).view(-1, 1, 1)
             elif n.op == "dot":
                 memo[n] = self.element.products(n)[self.edges].view(-1, 1, 1)
+            elif n.op in _OF_VECTORS and n.is_pair:
+                memo[n] = torch.cat([self._over_features(n, part) for part in self._parts(n.args)]).view(-1, 1, 1)
             elif n.op == "leaf" and n.is_pair:
                 memo[n] = self.element.pairs[n][self.edges].view(-1, 1, 1)
             elif not n.is_pair:
@@ -330,6 +330,35 @@ class _Stretch:
             kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, self.element.sizes.compute)
             return torch.full((count,), found, dtype=kind, device="cpu")
         return found.reshape(-1).expand(count)
+
+    def _parts(self, vectors: Sequence[Expr]) -> list[slice]:
+        """The edges, some at a time: vectors of all of them are never held."""
+        count = self.edges.stop - self.edges.start
+        step = max(1, _VECTORS // max(self.element.sizes.of(str(e.feature)) for e in vectors if e.feature is not None))
+        return [slice(a, min(a + step, count)) for a in range(0, count, step)] or [slice(0, 0)]
+
+    def _over_features(self, e: Expr, part: slice) -> Tensor:
+        """A number of some edges that is made of vectors: a distance, a sum over features or an extreme."""
+        vectors = [self._vectors(a, part) for a in e.args]
+        if e.op == "sqdist":
+            x, y = vectors
+            return (x - y).square_().sum(-1)
+        (x,) = vectors
+        return x.sum(-1) if e.op == "fsum" else x.amax(-1) if e.op == "famax" else x.amin(-1)
+
+    def _vectors(self, e: Expr, part: slice) -> Tensor:
+        """A vector of some edges, ``[edges, features]``."""
+        count, width = part.stop - part.start, self.element.sizes.of(str(e.feature))
+        evaluate = Evaluator(replace(self.evaluate.sizes, batch=(count,)), {})
+        for n in topological([e], stop=lambda n: n.feature is None or not n.is_pair):
+            if n.feature is None:
+                evaluate.memo[n] = n.const if n.op == "const" else self.number(n)[part].view(-1, 1, 1)
+            elif not n.is_pair:
+                value = self.element.value(n)
+                value = value.index_select(0, self._places(n)[part]) if n.rows or n.cols else value
+                evaluate.memo[n] = value.view(-1, 1, 1, value.shape[-1])
+        found = evaluate.to_compute(evaluate(e), e)
+        return found.expand(count, 1, 1, width).reshape(count, width)
 
     def _places(self, e: Expr) -> Tensor:
         return self.kept if e.rows == (self.element.over == "cols") else self.folded
@@ -353,6 +382,10 @@ class _Stretch:
         """Σ weight × value of every list."""
         total: Tensor | None = None
         for c in parts:
+            if c.walk or c.minus is not None:
+                found = self._sum_vectors(c, weight)
+                total = found if total is None else total + found
+                continue
             number = self.element.weights(c.weight, self) if weight is None else self.number(c.weight) * weight
             found = self._add_up(number)
             if c.vector is not None:
@@ -361,6 +394,19 @@ class _Stretch:
                 found = embedding_bag(self.folded, table, starts, mode="sum", per_sample_weights=number)
             total = found if total is None else total + found
         assert total is not None
+        return total
+
+    def _sum_vectors(self, c: Contraction, weight: Tensor | None) -> Tensor:
+        """The same of vectors that edges have of their own: walked, or gaps between those of two sides."""
+        given = [c.weight] if c.walk else [c.vector, c.minus]
+        width = self.element.sizes.of(str(given[0].feature))  # type: ignore[union-attr]
+        total = torch.zeros(self.last - self.first, width, dtype=self.element.sizes.compute, device="cpu")
+        factor = weight if c.walk else self.number(c.weight) if weight is None else self.number(c.weight) * weight
+        for part in self._parts(given):  # type: ignore[arg-type]
+            value, *other = (self._vectors(e, part) for e in given)  # type: ignore[arg-type]
+            value = value - other[0] if other else value
+            value = value if factor is None else value * factor[part].unsqueeze(-1)
+            total.index_add_(0, self.kept[part] - self.first, value.to(total.dtype))
         return total
 
     def _add_up(self, number: Tensor) -> Tensor:

@@ -85,7 +85,15 @@ def own_monoid(x: Row["f"], y: Col["f"], v: Col["d"]):
     return mr.reduce(LogSum, z=x @ y).z
 
 
-OPS = [moments, best, several_best, two_passes, one_sided, conditions, draws, own_monoid]
+@mr.op
+def vectors(x: Row["f"], y: Col["f"], v: Col["d"]):
+    """Vectors per pair, walked and reduced over features; sums of gaps between vectors."""
+    gap, z = torch.abs(x - y), torch.exp(-mr.sqdist(x, y))
+    near = torch.where(mr.col_index <= mr.row_index + 2, torch.sin(gap) * z, 0.0)
+    return mr.logsumexp(-gap.sum()), mr.sum(z * v), mr.softmax_mean(z, near), mr.sum(near, over="rows")
+
+
+OPS = [moments, best, several_best, two_passes, one_sided, conditions, draws, own_monoid, vectors]
 PROBLEMS = {
     "edges": lambda: listed_cases.random_problem(3),
     "blocks": lambda: listed_cases.random_problem(7),
@@ -390,7 +398,9 @@ def test_a_repeated_edge_with_numbers_has_no_maximum_gradient():
 @mr.op
 def smooth(x: Row["f"], y: Col["f"], v: Col["d"]):
     s = torch.tanh(x @ y) - 0.1 * (mr.row_index - mr.col_index).abs()
-    return mr.softmax_mean(s, v), mr.logsumexp(s, over="rows"), mr.sum(s * x, over="rows"), mr.count(s > 0)
+    far = torch.abs(x - y).amax(-1) - mr.sqdist(x, y)
+    sums = mr.sum(s * x, over="rows"), mr.sum(torch.sin(x - y) * far), mr.count(s > 0)
+    return mr.softmax_mean(s, v), mr.logsumexp(s, over="rows"), *sums
 
 
 @pytest.mark.sampled(3)
@@ -398,6 +408,7 @@ def smooth(x: Row["f"], y: Col["f"], v: Col["d"]):
 def test_numbers_of_a_few_edges_at_a_time(seed, monkeypatch):
     """Sums and softmax means over edges on a CPU, which are run without gathering vectors, in many stretches."""
     monkeypatch.setattr(edge_numbers, "_STRETCH", 5)
+    monkeypatch.setattr(edge_numbers, "_VECTORS", 7)
     problem = listed_cases.random_problem(seed)
     args = problem.args(seed=seed)
 
