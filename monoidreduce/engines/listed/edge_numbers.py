@@ -307,7 +307,7 @@ class _Stretch:
     def number(self, e: Expr) -> Tensor:
         """A number of every edge."""
         memo, count = self.evaluate.memo, self.edges.stop - self.edges.start
-        stop = lambda n: n in memo or n.op in _OF_VECTORS or n.op == "lookup" or not n.is_pair
+        stop = lambda n: n in memo or n.op in ("dot", "lookup", *_OF_VECTORS) or not n.is_pair
         for n in topological([e], stop=stop):
             if n in memo:
                 continue
