@@ -119,7 +119,7 @@ def sampled_cross_entropy(
     if remove_hits:
         options["target"], options["ids"] = classes, chosen if shared else None
     if shared:
-        weight, options["bias"] = F.embedding(chosen, weight), None if bias is None else bias[chosen]
+        weight, options["bias"] = heads.take_vectors(chosen, weight), None if bias is None else bias[chosen]
     else:
         options["cols"] = Edges.from_neighbours(chosen)
     rest = _negatives(rows, weight, **checks.drop_unset(options))
@@ -135,7 +135,7 @@ def _own_logits(rows: Tensor, weight: Tensor, classes: Tensor, log_q: Tensor | N
     wide = torch.float32 if rows.dtype.itemsize == 2 else rows.dtype
     if not len(weight):
         return rows.new_zeros(len(rows), dtype=wide)
-    s = (rows.to(wide) * F.embedding(classes, weight).to(wide)).sum(-1)
+    s = (rows.to(wide) * heads.take_vectors(classes, weight).to(wide)).sum(-1)
     s = s if options["bias"] is None else s + options["bias"][classes].to(wide)
     s = heads.apply_softcap(s, options["softcap"], options["temperature"])
     return s if log_q is None else s - log_q[classes]

@@ -10,6 +10,7 @@ import math
 from typing import Any, no_type_check
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentError, ShapeError, shown
@@ -106,3 +107,8 @@ def options(bias: Any, softcap: Any, temperature: Any) -> dict[str, Any]:
     """The keyword arguments of an op for a checked head; None for what changes nothing."""
     plain = not isinstance(temperature, Tensor) and temperature == 1
     return {"bias": bias, "softcap": softcap, "temperature": None if plain else temperature}
+
+
+def take_vectors(at: Tensor, vectors: Tensor) -> Tensor:
+    """``vectors[at]``, with a deterministic gradient; F.embedding has no second derivative where nothing is taken."""
+    return F.embedding(at, vectors) if at.numel() else vectors[at]

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..engines.common.point_tree import PointTree
 from ..errors import ArgumentError, DTypeError, ShapeError, shown
 from ..plan import disk, settings
 from ..runtime import dispatch, nearest
-from . import checks
+from . import checks, heads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -288,6 +287,6 @@ def _attach_gradient(squares: Tensor, places: Tensor, x: Tensor, y: Tensor) -> T
         count = y.shape[-2]
         own = torch.arange(torch.Size(y.shape[:-2]).numel(), device=y.device).view(y.shape[:-2]).expand(batch)
         at = at + (own * count)[..., None, None]
-    near = F.embedding(at, y.to(squares.dtype).reshape(-1, y.shape[-1]))  # its gradient is deterministic
+    near = heads.take_vectors(at, y.to(squares.dtype).reshape(-1, y.shape[-1]))
     own_squares = (x.unsqueeze(-2) - near).square().sum(-1)
     return torch.where(squares.isfinite(), squares + (own_squares - own_squares.detach()), squares)

@@ -239,8 +239,9 @@ def graph_attention(
 
     Shapes: ``target`` [..., M] and ``source`` [..., N] are a score for each node, ``values`` [..., N, d]; leading
     dimensions are heads. ``cols`` is ``mr.edges``: row i folds its neighbours (``mr.edges.from_edge_index`` converts a
-    PyG edge index). ``bias`` [..., E], a number an edge, is added to the scores. The result is [..., M, d]; a node
-    without edges gets 0. ``dropout_p`` drops weights, as in :func:`attention`.
+    PyG edge index). ``bias`` [..., E], a number an edge, is added to target_i + source_j, as PyG adds that of edge
+    features. The result is [..., M, d]; a node without edges gets 0. ``dropout_p`` drops weights, as in
+    :func:`attention`.
 
     Raises :class:`ColumnListError` for edges that do not fit, :class:`ShapeError`, :class:`DTypeError`,
     :class:`DeviceError` or :class:`ArgumentError` for other arguments that do not.

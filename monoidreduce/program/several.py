@@ -36,7 +36,11 @@ def einsum(spec: str, x: Expr, y: Expr, feature: Feature) -> Expr:
     spec = f"{one},{other}->{out}"
     numbers, args = ONE, [x, y]
     for at in (0, 1) if spec in DOTS else (1,):
-        number, args[at] = _split_number(args[at])
+        whole = args[at]
+        if whole.is_pair and whole.op in ("add", "sub") and all(a.feature is not None for a in whole.args):
+            parts = (einsum(spec, *args[:at], a, *args[at + 1 :], feature=feature) for a in whole.args)
+            return apply(whole.op, *parts)  # vectors are of one side, and so are those of a sum
+        number, args[at] = _split_number(whole)
         numbers = apply("mul", numbers, number)
     if spec not in DOTS and numbers is not ONE:
         args[0] = apply("mul", args[0], numbers)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..program import intervals as iv
-from ..program.constructors import ONE, fsum
+from ..program.constructors import ONE, dot, fsum
 from ..program.expression import Expr, index
 from ..program.several import inner as inner_product
 from ..program.several import is_product
@@ -132,8 +132,8 @@ class Pick(Gather):
         hit = Symbol(index(params[0])) == target
         if vector.expr.feature is None:
             return [None, torch.where(hit, g[0] * vector, 0.0), torch.where(hit, g[0] * value, 0.0)]
-        product = is_product(vector.expr)
-        inner: Any = Symbol(fsum(inner_product(vector.expr, g[0].expr))) if product else g[0] @ vector
+        one, other = vector.expr, g[0].expr  # of several vectors too, all features are summed
+        inner: Any = Symbol(fsum(inner_product(one, other)) if is_product(one) else dot(other, one))
         weight: Any = torch.where(hit, value, 0.0)
         if value.expr.feature is not None:  # one match per feature of the target (a top-k), all with the same vector
             weight = weight.sum()

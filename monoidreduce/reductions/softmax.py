@@ -369,7 +369,8 @@ class Softmax(Reduction):
         for value, mean, gm in zip(values, means, g[1:-2], strict=True):
             if gm is not None:
                 gap = value - mean
-                inner = (gm * gap if gap.expr.feature is None else gm @ gap) + inner
+                one = gap.expr.feature is None
+                inner = (gm * gap if one else Symbol(constructors.dot(gm.expr, gap.expr))) + inner
         return [weight * inner, *(None if gm is None else weight * gm for gm in g[1:-2])]
 
     def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:

@@ -111,3 +111,18 @@ def _causal(q: Tensor, x: Tensor, k: Tensor) -> Tensor:
 def causal(q: Row["h", "f"], x: Row["f"], k: Col["f"]):
     s = 2 * torch.relu((q / 3) @ k).sum() + x @ k  # the gradient of k has parts of both
     return mr.logsumexp(torch.where(mr.col_index <= mr.row_index, s, -torch.inf))
+
+
+@case("q d", lambda q, d: torch.einsum("...mhf,...nhf->...mn", q, d).topk(2)[0].sin())
+def best_of_both(q: Row["h", "f"], d: Col["h", "f"]):
+    return torch.sin(mr.topk((q @ d).sum(), 2).values)  # of another number of places than vectors
+
+
+@case("x k d", lambda x, k, d: torch.einsum("...mn,...nhf,...mf->...mh", (x @ k.mT).softmax(-1), d, x))
+def attended(x: Row["f"], k: Col["f"], d: Col["h", "f"]):
+    return mr.softmax_mean(x @ k, d) @ x
+
+
+@case("q x k", lambda q, x, k: torch.maximum(products(q, k).amax(-1), x @ k.mT).amax(-1))
+def nearest(q: Row["h", "f"], x: Row["f"], k: Col["f"]):
+    return mr.max(torch.maximum((q @ k).amax(), x @ k))
