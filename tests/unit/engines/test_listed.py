@@ -509,6 +509,24 @@ def test_what_belongs_to_no_sequence_is_never_read(engine):
             torch.testing.assert_close(one[: len(other)], other, equal_nan=True)
 
 
+@pytest.mark.parametrize("engine", ["eager", "panel", "auto"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_nan_stays_in_its_own_packed_sequence(engine, bad):
+    """Of values and gradients: short neighbours are folded together, and 0 * NaN must not carry it to them."""
+    offsets, others = torch.tensor([0, 5, 9, 12]), torch.tensor([0, 1, 2, 3, 4, 9, 10, 11])
+    for at in range(3):
+        args = [torch.randn(12, 3, dtype=F64) for _ in range(3)]
+        args[at][6, 1] = bad
+        args = [t.requires_grad_() for t in args]
+        with mr.use(engine=engine):
+            found = [two_passes(*args, cols=mr.jagged(offsets))]
+            found += torch.autograd.grad(found[0].sum(), args)
+            truth = [two_passes(*(t[others] for t in args), cols=mr.jagged(torch.tensor([0, 5, 8])))]
+            truth += [t[others] for t in torch.autograd.grad(truth[0].sum(), args)]
+        for one, other in zip(found, truth, strict=True):
+            torch.testing.assert_close(one[others], other)
+
+
 def test_sequences_are_folded_one_by_one():
     """Pairs of two long sequences are never computed, those of short neighbours are."""
     args = [torch.randn(n, 3) for n in (900, 900, 900)]
@@ -518,7 +536,8 @@ def test_sequences_are_folded_one_by_one():
     assert tiles.computed == 2 * 3  # two passes over three stretches
     numbers = torch.tensor([0, 0, 1, 1, 2])
     stretches = packed._make_stretches(numbers, torch.tensor([0, 1, 1, 3]), 12)
-    assert stretches == (packed.Stretch(slice(0, 4), slice(0, 3), False),)
+    parts = packed.Stretch(slice(0, 2), slice(0, 1)), packed.Stretch(slice(2, 4), slice(1, 3))
+    assert stretches == (packed.Stretch(slice(0, 4), slice(0, 3), parts),)
     assert packed._make_stretches(numbers.flip(0), numbers, 12) is None
 
 
