@@ -485,6 +485,28 @@ def test_the_variance_of_one_pair_is_undefined():
     assert spread(x, y, cols=edges)[0][::2].isnan().all()
 
 
+@pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("kind", ["edges", "blocks", "jagged"])
+def test_the_gradient_of_the_variance_of_one_pair_is_undefined(engine, kind):
+    """As in torch; that of no pair is zero, and that of divisors that count no pair less is a number."""
+
+    @mr.op
+    def spread(x: Row, y: Col):
+        return mr.var(x * y), mr.var(x * y, correction=0)
+
+    ends = torch.tensor([0, 1, 1, 3])
+    lists = {
+        "edges": lambda: mr.edges(ends, torch.tensor([0, 1, 2])),
+        "blocks": lambda: mr.blocks(torch.tensor([[0, 0], [0, 0], [1, 2]]), torch.tensor([1, 0, 2]), rows=1, cols=1),
+        "jagged": lambda: mr.jagged(torch.tensor([0, 1, 2, 3]), ends),
+    }
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with mr.use(engine=engine):
+        for k, undefined in ((0, [True, False, False]), (1, [False, False, False])):
+            for g in torch.autograd.grad(spread(x, y, cols=lists[kind]())[k].sum(), (x, y)):
+                assert g.isnan().tolist() == undefined
+
+
 @pytest.mark.parametrize("engine", ["eager", "auto"])
 def test_what_belongs_to_no_sequence_is_never_read(engine):
     """Memory beyond the last offset may hold anything; also where a body needs two passes, and rows have no columns."""
