@@ -23,7 +23,7 @@ from .pick import Pick, Picks
 from .softmax import Softmax
 from .sum import Sum
 from .topk import NextBest, Panel, TopK
-from .user import User
+from .user import User, compares_results
 
 _ROWS = (
     Softmax(),
@@ -64,4 +64,4 @@ def make(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> list[
     return [result(reduction, k, feature, dtype) for k, (feature, dtype) in enumerate(outputs_of(reduction))]
 
 
-__all__ = ["KINDS", "FastForm", "Outputs", "Reduction", "State", "all_have", "kind_of", "make", "outputs_of"]
+__all__ = ["KINDS", "FastForm", "Outputs", "Reduction", "State", "all_have", "compares_results", "kind_of", "make", "outputs_of"]

@@ -5,6 +5,7 @@ Its fields are the monoid's, and its results are its state. Nearly all of it fol
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..algebra.fold import fold_pairs
 from ..errors import NoGradientError
 from ..program import intervals as iv
-from ..program.constructors import apply, find_listed, listed_node
+from ..program.constructors import apply, find_compared, find_listed, listed_node
 from ..program.expression import Expr, node
 from ..program.symbol import Symbol, expr_of
 from .base import FastForm, Lines, Outputs, Reads, Reduction
@@ -130,6 +131,18 @@ def check_gradient(monoid: type) -> None:
             detail=f"the gradient of {monoid.__name__} is taken from combine with all other pairs, not from a formula",
             fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def compares_results(r: Expr) -> bool:
+    """Whether the gradient of a reduction asks which pairs equal its results (:attr:`Fold.compares_results`)."""
+    if r.attrs[0] != "user" or gradient_source(r.attrs[2][0]) in ("none", "others"):
+        return False
+    (monoid,) = r.attrs[2]
+    make = lambda side, n, feature: node("leaf", (), (side + n,), rows=True, cols=side == "a", feature=feature, dtype="float")
+    fields = [*zip(monoid.fields(), (a.feature for a in r.args), strict=True)]
+    pulled = local_pullback(monoid, *({n: Symbol(make(side, n, f)) for n, f in fields} for side in "cag"))
+    return bool(find_compared([expr_of(v) for v in pulled.values() if isinstance(v, Symbol)]))
 
 
 class User(Reduction):

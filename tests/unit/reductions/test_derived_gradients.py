@@ -211,6 +211,38 @@ def test_lists_of_pairs():
         own.variance(x, y, v, cols=mr.edges(rowptr, index))[0].sum().backward()
 
 
+@mr.op
+def farthest(x: mr.Row["d"], y: mr.Col["d"]):
+    return mr.reduce(mr.monoids.Max, v=x @ y).v, mr.reduce(own.Extent, low=x @ y, high=((x - y) ** 2).sum()).high
+
+
+@pytest.mark.parametrize("domain", [None, "edges", "blocks", "jagged"])
+def test_a_gradient_finds_the_pairs_that_equal_an_extreme(monkeypatch, domain):
+    """To the last bit: in generated C++, and in pieces of lists whose products have other shapes."""
+    monkeypatch.undo()  # no small tiles
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+    chance = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 64, generator=chance, requires_grad=True) for n in (30, 40))
+    degrees = torch.randint(1, 20, (30,), generator=chance)
+    listed = {
+        None: None,
+        "edges": mr.edges(
+            torch.nn.functional.pad(degrees.cumsum(0), (1, 0)),
+            torch.cat([torch.randperm(40, generator=chance)[:n] for n in degrees.tolist()]),
+        ),
+        "blocks": mr.blocks.from_mask(torch.tensor([[True, False], [False, True], [True, True]]), rows=10, cols=20),
+        "jagged": mr.jagged(torch.tensor([0, 3, 30]), torch.tensor([0, 25, 40])),
+    }[domain]
+    with mr.use(engine="eager"):
+        found = farthest(x, y, cols=listed)
+        grads = torch.autograd.grad([t.sum() for t in found], (x, y))
+    hidden = torch.zeros(30, 40, dtype=torch.bool) if listed is None else listed.mask(30, 40) == 0
+    a, b = (t.detach().double().requires_grad_() for t in (x, y))
+    truth = [s.masked_fill(hidden, -torch.inf).amax(1).sum() for s in (a @ b.T, torch.cdist(a, b).square())]
+    for got, right in zip(grads, torch.autograd.grad(truth, (a, b)), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-4)
+
+
 def test_explain_says_where_a_gradient_comes_from():
     x, y, v = own.problem(40, 60)
     with mr.use(engine="eager"):
