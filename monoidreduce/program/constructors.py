@@ -226,7 +226,9 @@ def _make_feature_node(op: str, x: Expr) -> Expr:
 def walk_products(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """The same expressions with inner products and distances of pairs summed feature by feature, which gives a pair the
     same bits whatever is computed beside it."""
-    terms = {e: "mul" if e.op == "dot" else "sub" for e in topological(roots) if e.op in ("dot", "sqdist") and e.is_pair}
+    terms = {
+        e: "mul" if e.op == "dot" else "sub" for e in topological(roots) if e.op in ("dot", "sqdist") and e.is_pair
+    }
     vectors = {e: apply(op, *e.args) for e, op in terms.items()}
     squared = {e: apply("square", v) if e.op == "sqdist" else v for e, v in vectors.items()}
     return substitute(roots, {e: _make_feature_node("fsum", v) for e, v in squared.items()})

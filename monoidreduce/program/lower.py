@@ -90,8 +90,8 @@ class Fold:
 
     @functools.cached_property
     def compares_results(self) -> bool:
-        """True where a computed number of a pair is compared for equality with one of its row or column: a result of the
-        forward then says which pairs it came from, and engines must compute these pairs to the last bit as it did."""
+        """True where a computed number of a pair is compared for equality with one of its row or column: a result of
+        the forward then says which pairs it came from, and engines must compute these to the last bit as it did."""
         return any(a.args for a in constructors.find_compared(self.reductions))
 
     @functools.cached_property

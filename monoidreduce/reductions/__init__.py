@@ -64,4 +64,15 @@ def make(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> list[
     return [result(reduction, k, feature, dtype) for k, (feature, dtype) in enumerate(outputs_of(reduction))]
 
 
-__all__ = ["KINDS", "FastForm", "Outputs", "Reduction", "State", "all_have", "compares_results", "kind_of", "make", "outputs_of"]
+__all__ = [
+    "KINDS",
+    "FastForm",
+    "Outputs",
+    "Reduction",
+    "State",
+    "all_have",
+    "compares_results",
+    "kind_of",
+    "make",
+    "outputs_of",
+]

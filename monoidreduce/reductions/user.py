@@ -139,9 +139,13 @@ def compares_results(r: Expr) -> bool:
     if r.attrs[0] != "user" or gradient_source(r.attrs[2][0]) in ("none", "others"):
         return False
     (monoid,) = r.attrs[2]
-    make = lambda side, n, feature: node("leaf", (), (side + n,), rows=True, cols=side == "a", feature=feature, dtype="float")
-    fields = [*zip(monoid.fields(), (a.feature for a in r.args), strict=True)]
-    pulled = local_pullback(monoid, *({n: Symbol(make(side, n, f)) for n, f in fields} for side in "cag"))
+    features = dict(zip(monoid.fields(), (a.feature for a in r.args), strict=True))
+    form: Any = dict(op="leaf", args=(), rows=True, dtype="float")
+    sides = [
+        {n: Symbol(node(attrs=(side + n,), cols=side == "a", feature=f, **form)) for n, f in features.items()}
+        for side in "cag"
+    ]
+    pulled = local_pullback(monoid, *sides)
     return bool(find_compared([expr_of(v) for v in pulled.values() if isinstance(v, Symbol)]))
 
 

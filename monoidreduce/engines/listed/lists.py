@@ -397,7 +397,11 @@ class FlatLeaf:
         at = self.index(piece)
         if at is None:
             return self.flat
-        found = self.source.index_select(0 if self.in_front else self.dim, at.reshape(-1))
+        dim, places = 0 if self.in_front else self.dim, at.reshape(-1)
+        if self.source.requires_grad:  # whose gradient is added up in a fixed order
+            found = self.source[(*(slice(None),) * dim, places)]
+        else:
+            found = self.source.index_select(dim, places)
         return (found.movedim(0, self.dim) if self.in_front else found).unflatten(self.dim, at.shape)
 
     @functools.cached_property

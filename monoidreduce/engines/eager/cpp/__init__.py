@@ -207,8 +207,10 @@ def _list_walked(fold: Fold) -> tuple[str, ...]:
 def _has_form(fold: Fold) -> bool:
     """Whether all reductions are of kinds that have a C++ form, and walk over the pairs. What is compared with results
     must have the same bits as in the forward, which for monoids of users is never C++."""
-    return not fold.compares_results and all_have(FastForm.CPP, fold.reductions) and all(
-        kind_of(r).walks(r, fold.reductions) for r in fold.reductions
+    return (
+        not fold.compares_results
+        and all_have(FastForm.CPP, fold.reductions)
+        and all(kind_of(r).walks(r, fold.reductions) for r in fold.reductions)
     )
 
 
