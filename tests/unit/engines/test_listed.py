@@ -776,3 +776,19 @@ def test_gradient_of_an_idempotent_monoid_over_repeated_columns():
     with mr.use(engine="eager"):
         gx, gy = torch.autograd.grad(extent(x, y, cols=cols).sum(), (x, y))
     assert gx.tolist() == [3.0, 0.0] and gy.tolist() == [-1.0, 1.0, 0.0]
+
+
+def test_what_is_left_unreduced_is_said_in_the_words_of_the_body():
+    @mr.op
+    def unreduced(x: Row, y: Col):
+        return mr.sum(x * y) * y
+
+    @mr.op
+    def counted(x: Row, y: Col):
+        return mr.sum(x * y) / mr.count(over="rows")  # one number of all pairs, but of lists one for each column
+
+    x, edges = torch.randn(3), mr.edges(torch.arange(4), torch.arange(3))
+    for op, word in ((unreduced, "a value for every pair. Fold it"), (counted, "one for each row or column of lists")):
+        with pytest.raises(mr.UnreducedError, match=word) as raised:
+            op(x, x, cols=edges)
+        assert "return mr.sum(x * y)" in str(raised.value) and "_cols" not in str(raised.value)
