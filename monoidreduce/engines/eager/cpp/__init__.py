@@ -161,9 +161,9 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH)
     return all(_is_readable(e, v, e in fold.tables) for e, v in given.items())
 
 
-def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
+def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr], worth: int = WORTH) -> str:
     """What runs a fold of these sizes on a CPU: ``"C++"`` or ``"torch"``. Writes the code, compiles nothing."""
-    if not is_worthwhile(fold, sizes) or not all(map(sizes.of, fold.letters)):
+    if not is_worthwhile(fold, sizes, worth) or not all(map(sizes.of, fold.letters)):
         return "torch"
     if _SETTING.read() == "never" or sizes.compute not in (torch.float32, torch.float64):
         return "torch"
