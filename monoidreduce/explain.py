@@ -220,7 +220,7 @@ def _make_lines(
     if runs is None:
         return
     for part, fold in zip(runs.parts, data["folds"], strict=True):
-        yield _fold_line(part, fold, _describe_tiles(part, sizes))
+        yield _fold_line(part, fold, _describe_tiles(part, subject))
     if subject.backward and runs.schedule != "dense":
         yield from _describe_derived(program, sizes, found.ceilings)
     if runs.schedule == "dense":
@@ -263,12 +263,14 @@ def _describe_stages(stages: Sequence[Stage]) -> Iterator[str]:
         before = stage
 
 
-def _describe_tiles(part: Part, sizes: Sizes) -> str:
+def _describe_tiles(part: Part, subject: Subject) -> str:
     """What runs the tiles of a fold on a CPU."""
+    sizes, listed = subject.sizes, subject.listed
     if sizes.device.type != "cpu" or part.choice.schedule != "flash":
         return ""
     numbers = frozenset(e for e in part.case.fold.leaves if not (e.rows or e.cols or e.feature is not None))
-    return f" in {eager.cpp.describe(part.case.fold, sizes, numbers)}"
+    worth = eager.cpp.WORTH_LISTED if listed is not None and listed.kind == "blocks" else eager.cpp.WORTH
+    return f" in {eager.cpp.describe(part.case.fold, sizes, numbers, worth)}"
 
 
 def _fold_line(part: Part, fold: Mapping[str, Any], tiles: str = "") -> str:

@@ -27,7 +27,9 @@ class Domain:
     """Which pairs of a call exist. Built by ``mr.blocks``, ``mr.pages``, ``mr.jagged`` or ``mr.edges``.
 
     A pair exists once for each time that the lists name it: a column that is listed twice is folded twice. The order
-    of a list does not matter. Tensors are read, never copied or changed; changing them in place changes the domain.
+    of a list does not matter. Tensors are read, never copied or changed; changing them in place changes the domain, by
+    torch's functions: of memory that numpy changes (``torch.from_numpy``) torch cannot tell, so give the array itself.
+    Arrays that are no tensors are copied.
     """
 
     kind: ClassVar[str]

@@ -125,7 +125,7 @@ def sampled_cross_entropy(
     rest = _negatives(rows, weight, **checks.drop_unset(options))
     loss = F.softplus(rest - own, threshold=50)  # log(exp own + exp rest) - own
     loss = torch.where(counted, loss, 0.0)
-    weights = None if token_weights is None else token_weights.reshape(-1)
+    weights = None if token_weights is None else checks.drop_weights(token_weights.reshape(-1), counted)
     found = checks.reduce_numbers(loss, counted.to(loss.dtype), weights, reduction)
     return checks.unflatten_rows(found, x, rows) if reduction == "none" else found
 

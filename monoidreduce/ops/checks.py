@@ -472,6 +472,11 @@ def reduce_numbers(value: Tensor, share: Tensor | None, weights: Tensor | None, 
     return agreement.sum_over_ranks(axis, value.sum()) / agreement.sum_over_ranks(axis, count.sum())
 
 
+def drop_weights(weights: Tensor, counted: Tensor) -> Tensor:
+    """The weights of rows that count; of others neither a NaN is read nor, where none counts, is the gradient one."""
+    return torch.where(counted, weights, 0.0)
+
+
 def is_undivided() -> bool:
     """True where a call is not sharded: this process has all rows and columns."""
     return not dispatch.is_divided()

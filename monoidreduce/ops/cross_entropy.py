@@ -428,6 +428,8 @@ def _likeliest_logit(rows: Tensor, weight: Tensor, best: Tensor, options: dict[s
 def _reduce_loss_and_penalty(found: dict[str, Tensor], weights: Tensor | None, reduction: str) -> Tensor:
     """The loss, and the penalty where there is one: each with what its mean is divided by (None: every row once)."""
     counted = found.get("counted")
+    if weights is not None and counted is not None:
+        weights = checks.drop_weights(weights, counted > 0)
     loss = checks.reduce_numbers(found["loss"], found.get("share", counted), weights, reduction)
     if "penalty" not in found:
         return loss

@@ -47,6 +47,7 @@ __all__ = [
     "conditions_of",
     "dot",
     "feature_extreme",
+    "find_compared",
     "find_listed",
     "fsum",
     "gap_form",
@@ -61,6 +62,7 @@ __all__ = [
     "substitute",
     "terms",
     "vector_norm",
+    "walk_products",
 ]  # fmt: skip
 
 Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector
@@ -220,6 +222,24 @@ def _sum_whole(x: Expr, known: dict[Expr, list[Term] | None]) -> Expr:
 
 def _make_feature_node(op: str, x: Expr) -> Expr:
     return node(op, (x,), (), rows=x.rows, cols=x.cols, feature=None, dtype=x.dtype)
+
+
+def walk_products(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The same expressions with inner products and distances of pairs summed feature by feature, which gives a pair the
+    same bits whatever is computed beside it."""
+    terms = {
+        e: "mul" if e.op == "dot" else "sub" for e in topological(roots) if e.op in ("dot", "sqdist") and e.is_pair
+    }
+    vectors = {e: apply(op, *e.args) for e, op in terms.items()}
+    squared = {e: apply("square", v) if e.op == "sqdist" else v for e, v in vectors.items()}
+    return substitute(roots, {e: _make_feature_node("fsum", v) for e, v in squared.items()})
+
+
+def find_compared(roots: Iterable[Expr]) -> list[Expr]:
+    """The numbers of pairs under some expressions that are compared for equality with one of their row or column."""
+    compared = [e.args for e in topological(roots) if e.op in ("eq", "ne", "ge", "le")]
+    one_sided = [args for args in compared if any(not a.is_pair and (a.rows or a.cols) for a in args)]
+    return [a for args in one_sided for a in args if a.is_pair and a.dtype == "float"]
 
 
 def _split_row_and_col(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:

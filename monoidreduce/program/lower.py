@@ -87,6 +87,12 @@ class Fold:
         return tuple((r, k) for r, count in zip(self.reductions, counts, strict=True) for k in range(count))
 
     @functools.cached_property
+    def compares_results(self) -> bool:
+        """True where a computed number of a pair is compared for equality with one of its row or column: a result of
+        the forward then says which pairs it came from, and engines must compute these to the last bit as it did."""
+        return any(a.args for a in constructors.find_compared(self.reductions))
+
+    @functools.cached_property
     def gradient_of(self) -> Mapping[Expr, Expr]:
         """By reduction, the leaf that it is the gradient of."""
         return dict(self.gradients)

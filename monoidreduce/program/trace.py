@@ -513,8 +513,8 @@ def _trace_once(
         try:
             pack = _unpack(returned, leaves)
             outputs = tuple(expr_of(leaf) for leaf in leaves)
-            outputs = outputs if domain is None else restrict(outputs, domain)
             _check_outputs(function, outputs)
+            outputs = outputs if domain is None else _restrict_outputs(function, outputs, domain)
         except MonoidReduceError as error:
             raise error.at(_return_place(function, arguments)) from None
         return outputs, pack
@@ -545,6 +545,19 @@ def _check_outputs(function: Any, outputs: tuple[Expr, ...]) -> None:
                 detail=f"{function.__name__} returns {Symbol(e)!r}",
                 fix='Return one vector: declare what is folded with one letter, as in Col["d"], and view the result',
             )
+
+
+def _restrict_outputs(function: Any, outputs: tuple[Expr, ...], domain: tuple) -> tuple[Expr, ...]:
+    """The outputs of a body over the pairs that a domain lists."""
+    found = restrict(outputs, domain)
+    for said, e in zip(outputs, found, strict=True):
+        if e.is_pair:
+            raise UnreducedError(
+                detail=f"{function.__name__} returns {Symbol(said)!r}, which over listed pairs (cols=) has a value for "
+                "every pair: what is one number of all pairs, such as a count, is one for each row or column of lists",
+                fix="Return what is over columns and what is over rows separately",
+            )
+    return found
 
 
 def _unpack(value: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:

@@ -495,7 +495,7 @@ def var(x: Any, *, correction: float = 1, over: str = "cols") -> torch.Tensor:
     if trace is not None and trace.domain is not None:  # the mean of the pairs that exist, then deviations from it
         x = Symbol(_number(x))
         apart = x - sum(x, over=over) / torch.clamp(count, min=1)
-        total = torch.where(count > 1, sum(apart * apart, over=over), 0.0)  # of one pair: its mean may be rounded
+        total = sum(apart * apart, over=over) * torch.clamp(count - 1, 0, 1)  # of one pair: its mean may be rounded
         return total / torch.clamp(count - correction, min=0)
     moments: list[Any] = _reduce("moments", over, (), Symbol(_number(x)), name="var")
     return moments[1] / torch.clamp(count - correction, min=0)

@@ -20,7 +20,7 @@ from .pick import Pick, Picks
 from .softmax import Softmax
 from .sum import Sum
 from .topk import NextBest, Panel, TopK
-from .user import User
+from .user import User, compares_results
 
 _ROWS = (
     Softmax(),
@@ -38,4 +38,15 @@ _ROWS = (
 )
 KINDS.update({kind.name: kind for kind in _ROWS})
 
-__all__ = ["KINDS", "FastForm", "Outputs", "Reduction", "State", "all_have", "kind_of", "make", "outputs_of"]
+__all__ = [
+    "KINDS",
+    "FastForm",
+    "Outputs",
+    "Reduction",
+    "State",
+    "all_have",
+    "compares_results",
+    "kind_of",
+    "make",
+    "outputs_of",
+]

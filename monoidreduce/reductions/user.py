@@ -32,7 +32,7 @@ from ..algebra.verdict import Sides, broken
 from ..errors import NoGradientError
 from ..program import constructors
 from ..program import intervals as iv
-from ..program.constructors import apply, find_listed, listed_node
+from ..program.constructors import apply, find_compared, find_listed, listed_node
 from ..program.expression import Expr, Feature, node, topological
 from ..program.primitives import PRIMITIVES
 from ..program.reverse_mode import backpropagate
@@ -472,6 +472,22 @@ def check_gradient(monoid: type) -> None:
             detail=f"the gradient of {monoid.__name__} is taken from combine with all other pairs, not from a formula",
             fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def compares_results(r: Expr) -> bool:
+    """Whether the gradient of a reduction asks which pairs equal its results (:attr:`Fold.compares_results`)."""
+    if r.attrs[0] != "user" or gradient_source(r.attrs[2][0]) in ("none", "others"):
+        return False
+    (monoid,) = r.attrs[2]
+    features = dict(zip(monoid.fields(), (a.feature for a in r.args), strict=True))
+    form: Any = dict(op="leaf", args=(), rows=True, dtype="float")
+    sides = [
+        {n: Symbol(node(attrs=(side + n,), cols=side == "a", feature=f, **form)) for n, f in features.items()}
+        for side in "cag"
+    ]
+    pulled = local_pullback(monoid, *sides)
+    return bool(find_compared([expr_of(v) for v in pulled.values() if isinstance(v, Symbol)]))
 
 
 class User(Reduction):

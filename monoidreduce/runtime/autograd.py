@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..engines import triton
+from ..engines import listed, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles, torch_code
 from ..engines.common.block_gradients import differentiate_by_blocks, lack_local_gradient, split_cotangents
 from ..engines.common.evaluate import Form, Sizes
@@ -591,7 +591,8 @@ def _pass_gradients(
         g is not None for g in split_cotangents(context.fold, cotangents)[1]
     ):
         local, others = split_cotangents(context.fold, cotangents)
-        differentiate = BLOCK_GRADIENTS.get(context.engine, differentiate_by_blocks)
+        usual = differentiate_by_blocks if context.fold.domain is None else listed.differentiate_by_pieces
+        differentiate = BLOCK_GRADIENTS.get(context.engine, usual)
         grads = differentiate(context.fold, leaves, context.sizes, wanted, others)
         if any(g is not None for g in local):
             more = _pass_gradients(context, leaves, results, wanted, local, form)

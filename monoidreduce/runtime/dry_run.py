@@ -371,7 +371,7 @@ class _CallCounter(ScaledMemory):
     ) -> list[Tensor | None]:
         """The gradients by blocks (``common/block_gradients.py``) of a dry run, by their own formula: the
         tree of a small block says nothing of a large one's."""
-        for one, _ in block_gradients.iterate_block_reductions(fold, cotangents):
+        for one, _ in block_gradients.iterate_block_reductions(fold, cotangents, lists=True):
             cost, found = block_gradients.estimate_gradient(one, self.sizes, self.rates), self.found
             found.flops, found.bytes = found.flops + cost.flops, found.bytes + cost.bytes
             found.seconds += cost.seconds

@@ -76,25 +76,28 @@ def add_gradients(grads: list[Tensor | None], job: Blocks, found: Sequence[Tenso
 
 
 def iterate_block_reductions(
-    fold: Fold, cotangents: Sequence[Tensor | None]
+    fold: Fold, cotangents: Sequence[Tensor | None], lists: bool = False
 ) -> Iterator[tuple[Fold, list[Tensor | None]]]:
-    """Each reduction of :func:`lack_local_gradient` as a fold of its own, with its cotangents, if it has any."""
+    """Each reduction of :func:`lack_local_gradient` as a fold of its own, with its cotangents, if it has any;
+    ``lists``: also over lists."""
     at = 0
     for r in fold.reductions:
         count = len(outputs_of(r))
         given = list(cotangents[at : at + count])
         if lack_local_gradient(fold)[at] and any(g is not None for g in given):
-            _refuse_lists(r)
+            if not lists:
+                refuse_lists(r, "over several ranks")
             yield Fold(fold.leaves, (r,), exact=fold.exact), given
         at += count
 
 
-def _refuse_lists(r: Expr) -> None:
+def refuse_lists(r: Expr, where: str) -> None:
+    """Raise NoGradientError for a reduction of listed pairs; ``where``: what its gradient is asked over or under."""
     if find_listed(r.args) is not None:
         raise NoGradientError(
             detail=f"the gradient of {r.attrs[2][0].__name__} needs all other pairs of a row, block by block, but the "
-            "pairs of this call are listed (cols=)",
-            fix="Hide pairs with torch.where instead, or add pullback(c, a, g) to the monoid",
+            f"pairs of this call are listed (cols=), and it is asked {where}",
+            fix="Ask torch.autograd for it, of all rows on one rank, or add pullback(c, a, g) to the monoid",
         )
 
 

@@ -8,7 +8,8 @@ Memory is that of one batch of pieces; nothing has the size of rows × columns, 
 order of combination depends on the lists alone.
 """
 
+from .other_gradients import differentiate_by_pieces
 from .packed import run as run_packed
 from .run import run
 
-__all__ = ["run", "run_packed"]
+__all__ = ["differentiate_by_pieces", "run", "run_packed"]

@@ -38,7 +38,7 @@ from ...program import constructors
 from ...program.constructors import ONE, apply
 from ...program.expression import Expr, const, index, node, reduce_node, size, topological
 from ...program.lower import Fold
-from ...reductions import kind_of, outputs_of
+from ...reductions import compares_results, kind_of, outputs_of
 from ..common import bounded_cache
 from ..common.evaluate import Sizes, restore_domain
 
@@ -397,7 +397,11 @@ class FlatLeaf:
         at = self.index(piece)
         if at is None:
             return self.flat
-        found = self.source.index_select(0 if self.in_front else self.dim, at.reshape(-1))
+        dim, places = 0 if self.in_front else self.dim, at.reshape(-1)
+        if self.source.requires_grad:  # whose gradient is added up in a fixed order
+            found = self.source[(*(slice(None),) * dim, places)]
+        else:
+            found = self.source.index_select(dim, places)
         return (found.movedim(0, self.dim) if self.in_front else found).unflatten(self.dim, at.shape)
 
     @functools.cached_property
@@ -587,6 +591,8 @@ def localize(fold: Fold, over: str, places: tuple[int, ...], hidden: str = "", r
         else:
             whole = constructors.rebuild(r, (apply("mul", r.args[0], scale),)) if scale is not ONE else r
             plain.append(constructors.substitute((_write_as_sum(whole),), replaced)[0])
+    if any(map(compares_results, inner)) or Fold((), tuple(inner)).compares_results:
+        inner = list(constructors.walk_products(tuple(inner)))  # pieces of rows and of columns have other shapes
     own = {*fold.leaves, *extra.values()}
     leaves = tuple(e for e in topological([*inner, *scales, *plain]) if e in own)
     used = () if all(s is ONE for s in scales) else tuple(scales)

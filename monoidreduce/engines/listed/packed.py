@@ -3,7 +3,8 @@
 Pairs of two sequences would be the identity, because a condition ``row's number == column's number`` says so
 (``mr.jagged``, documents). Where these numbers rise along both axes, only the stretches of equal numbers are folded,
 without the condition. So a sequence costs what it would alone, and what lies beyond the last one is never read. Short
-neighbours are one stretch, with the condition.
+neighbours are one stretch, with the condition; if that gives a NaN, each is folded alone after all, since a weight of 0
+does not keep a neighbour's NaN or infinity out of a sum.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _SHORT = 2**16  # pairs of all batch elements, which take less time than a fold 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring sequences; ``single``: there is one."""
+    """Neighbouring sequences: ``parts``, where there are several."""
 
     rows: slice
     cols: slice
-    single: bool
+    parts: tuple[Stretch, ...] = ()
 
     @property
     def pairs(self) -> int:
@@ -59,16 +60,18 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         else:
             outputs.append(allocate_result(fold, r, k, leaves, sizes))
     _fill_unpaired(fold, outputs, stretches, sizes)
-    pairs = sum(s.pairs for s in stretches)
+    pairs, alone = sum(s.pairs for s in stretches), _drop_condition(fold, same)
     for s in stretches:
-        own = _drop_condition(fold, same) if s.single else fold
-        _run_stretch(own, leaves, replace(sizes, repeats=max(1, pairs // s.pairs)), s, engine, outputs)
+        alike = replace(sizes, repeats=max(1, pairs // s.pairs))
+        found = _fold_stretch(fold if s.parts else alone, leaves, alike, s, engine)
+        mixed = s.parts if any(t.is_floating_point() and bool(t.isnan().any()) for t in found) else ()
+        for part in mixed or (s,):
+            found = _fold_stretch(alone, leaves, alike, part, engine) if mixed else found
+            _write_stretch(fold, found, part, len(sizes.batch), outputs)
     return outputs
 
 
-def _run_stretch(
-    fold: Fold, leaves: list[Any], sizes: Sizes, s: Stretch, engine: Engine, outputs: list[Tensor]
-) -> None:
+def _fold_stretch(fold: Fold, leaves: list[Any], sizes: Sizes, s: Stretch, engine: Engine) -> list[Tensor]:
     row, col = Range(s.rows, s.rows.start), Range(s.cols, s.cols.start)
     own = replace(sizes, rows=s.rows.stop - s.rows.start, cols=s.cols.stop - s.cols.start)
     placed, fed = offset_fold(fold)
@@ -76,7 +79,10 @@ def _run_stretch(
     starts, totals = {"row_start": row.start, "col_start": col.start}, (sizes.of("rows"), sizes.of("cols"))
     given = dict(zip(fold.leaves, cut, strict=True))
     cut += [make_offset_leaf(f, given, starts, totals, own) for f in fed]
-    found = subproblem.add_unseen(placed, engine(placed, cut, own), lambda over: (own.here(over), sizes.here(over)))
+    return subproblem.add_unseen(placed, engine(placed, cut, own), lambda over: (own.here(over), sizes.here(over)))
+
+
+def _write_stretch(fold: Fold, found: list[Tensor], s: Stretch, batch: int, outputs: list[Tensor]) -> None:
     for (r, k), t, target in zip(fold.outputs, found, outputs, strict=True):
         over, kind = r.attrs[1], kind_of(r)
         if kind.per_pair:
@@ -91,7 +97,7 @@ def _run_stretch(
         kept, folded = (s.rows, s.cols) if over == "cols" else (s.cols, s.rows)
         if k == kind.place and folded.start:
             t = torch.where(t < 0, t, t + folded.start)
-        target.narrow(len(sizes.batch), kept.start, kept.stop - kept.start).copy_(t)
+        target.narrow(batch, kept.start, kept.stop - kept.start).copy_(t)
 
 
 def _fill_unpaired(fold: Fold, outputs: list[Tensor], stretches: Sequence[Stretch], sizes: Sizes) -> None:
@@ -137,10 +143,12 @@ def _make_stretches(rows: Tensor, cols: Tensor, short: int) -> tuple[Stretch, ..
         places = zip(numbers.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True)
         sides.append({n: slice(end - count, end) for n, end, count in places})
     for row, col in ((own, sides[1][n]) for n, own in sides[0].items() if n in sides[1]):
-        if found and _is_short(found[-1], row, col, short):
-            found[-1] = Stretch(slice(found[-1].rows.start, row.stop), slice(found[-1].cols.start, col.stop), False)
+        own, last = Stretch(row, col), found[-1] if found else None
+        if last is not None and _is_short(last, row, col, short):
+            both = slice(last.rows.start, row.stop), slice(last.cols.start, col.stop)
+            found[-1] = Stretch(*both, (*(last.parts or (last,)), own))
         else:
-            found.append(Stretch(row, col, True))
+            found.append(own)
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ...plan import settings
 from ...program.expression import Expr
@@ -33,6 +34,7 @@ from .lists import (
     localize,
 )
 
+_CHECKPOINT: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)  # differentiated, pieces wait nowhere
 _CACHE = 4 * 2**20  # bytes of a batch element that the leaves of pieces take on a CPU, so that they stay in its cache
 _DEVICE = 256 * 2**20  # and elsewhere
 _LONGEST = 4096  # indices of a piece
@@ -156,12 +158,13 @@ class _DirectionRun:
         most = max(1, min(_LONGEST // self.lists.unit, room // max(1, bytes_unit)))
         pieces = self.lists.pieces(1 << most.bit_length() - 1, self.merged, self._count_spare_units(bytes_unit))
         results = [self._make_empty(r) for r in self.reductions]
+        again = torch.is_grad_enabled() and any(leaf.flat.requires_grad for leaf in self.flat.values())
         parts: list[list[Tensor]] = []
         for batch in pieces.batches:
             step = max(1, room // max(1, bytes_kept + batch.units * bytes_unit))
             for first in range(0, len(batch.list), step):
                 piece = Piece(self.lists, batch, self.over, first, min(first + step, len(batch.list)))
-                found = self._fold_piece(piece)
+                found = self._fold_piece(piece) if not again else checkpoint(self._fold_piece, piece, **_CHECKPOINT)
                 if batch.complete:
                     for targets, values in zip(results, found, strict=True):
                         for t, v in zip(targets, values, strict=True):

@@ -567,3 +567,8 @@ def test_explain_says_what_runs_the_tiles(monkeypatch):
         assert "in C++;" in str(distances.explain(x, x))
         monkeypatch.setenv("MONOIDREDUCE_CPP", "never")
         assert "in torch;" in str(distances.explain(x, x))
+        monkeypatch.delenv("MONOIDREDUCE_CPP")
+        long = R(1024, 32)  # listed blocks run in C++ from fewer pairs on
+        assert "in torch;" in str(distances.explain(long[:512], long[:512]))
+        lists = mr.blocks.from_mask(torch.rand(32, 32) > 0.5, rows=32, cols=32)
+        assert "in C++;" in str(distances.explain(long, long, cols=lists))

@@ -496,6 +496,28 @@ def test_the_variance_of_one_pair_is_undefined():
     assert spread(x, y, cols=edges)[0][::2].isnan().all()
 
 
+@pytest.mark.parametrize("engine", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("kind", ["edges", "blocks", "jagged"])
+def test_the_gradient_of_the_variance_of_one_pair_is_undefined(engine, kind):
+    """As in torch; that of no pair is zero, and that of divisors that count no pair less is a number."""
+
+    @mr.op
+    def spread(x: Row, y: Col):
+        return mr.var(x * y), mr.var(x * y, correction=0)
+
+    ends = torch.tensor([0, 1, 1, 3])
+    lists = {
+        "edges": lambda: mr.edges(ends, torch.tensor([0, 1, 2])),
+        "blocks": lambda: mr.blocks(torch.tensor([[0, 0], [0, 0], [1, 2]]), torch.tensor([1, 0, 2]), rows=1, cols=1),
+        "jagged": lambda: mr.jagged(torch.tensor([0, 1, 2, 3]), ends),
+    }
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with mr.use(engine=engine):
+        for k, undefined in ((0, [True, False, False]), (1, [False, False, False])):
+            for g in torch.autograd.grad(spread(x, y, cols=lists[kind]())[k].sum(), (x, y)):
+                assert g.isnan().tolist() == undefined
+
+
 @pytest.mark.parametrize("engine", ["eager", "auto"])
 def test_what_belongs_to_no_sequence_is_never_read(engine):
     """Memory beyond the last offset may hold anything; also where a body needs two passes, and rows have no columns."""
@@ -520,6 +542,24 @@ def test_what_belongs_to_no_sequence_is_never_read(engine):
             torch.testing.assert_close(one[: len(other)], other, equal_nan=True)
 
 
+@pytest.mark.parametrize("engine", ["eager", "panel", "auto"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_nan_stays_in_its_own_packed_sequence(engine, bad):
+    """Of values and gradients: short neighbours are folded together, and 0 * NaN must not carry it to them."""
+    offsets, others = torch.tensor([0, 5, 9, 12]), torch.tensor([0, 1, 2, 3, 4, 9, 10, 11])
+    for at in range(3):
+        args = [torch.randn(12, 3, dtype=F64) for _ in range(3)]
+        args[at][6, 1] = bad
+        args = [t.requires_grad_() for t in args]
+        with mr.use(engine=engine):
+            found = [two_passes(*args, cols=mr.jagged(offsets))]
+            found += torch.autograd.grad(found[0].sum(), args)
+            truth = [two_passes(*(t[others] for t in args), cols=mr.jagged(torch.tensor([0, 5, 8])))]
+            truth += [t[others] for t in torch.autograd.grad(truth[0].sum(), args)]
+        for one, other in zip(found, truth, strict=True):
+            torch.testing.assert_close(one[others], other)
+
+
 def test_sequences_are_folded_one_by_one():
     """Pairs of two long sequences are never computed, those of short neighbours are."""
     args = [torch.randn(n, 3) for n in (900, 900, 900)]
@@ -529,7 +569,8 @@ def test_sequences_are_folded_one_by_one():
     assert tiles.computed == 2 * 3  # two passes over three stretches
     numbers = torch.tensor([0, 0, 1, 1, 2])
     stretches = packed._make_stretches(numbers, torch.tensor([0, 1, 1, 3]), 12)
-    assert stretches == (packed.Stretch(slice(0, 4), slice(0, 3), False),)
+    parts = packed.Stretch(slice(0, 2), slice(0, 1)), packed.Stretch(slice(2, 4), slice(1, 3))
+    assert stretches == (packed.Stretch(slice(0, 4), slice(0, 3), parts),)
     assert packed._make_stretches(numbers.flip(0), numbers, 12) is None
 
 
@@ -746,3 +787,19 @@ def test_gradient_of_an_idempotent_monoid_over_repeated_columns():
     with mr.use(engine="eager"):
         gx, gy = torch.autograd.grad(extent(x, y, cols=cols).sum(), (x, y))
     assert gx.tolist() == [3.0, 0.0] and gy.tolist() == [-1.0, 1.0, 0.0]
+
+
+def test_what_is_left_unreduced_is_said_in_the_words_of_the_body():
+    @mr.op
+    def unreduced(x: Row, y: Col):
+        return mr.sum(x * y) * y
+
+    @mr.op
+    def counted(x: Row, y: Col):
+        return mr.sum(x * y) / mr.count(over="rows")  # one number of all pairs, but of lists one for each column
+
+    x, edges = torch.randn(3), mr.edges(torch.arange(4), torch.arange(3))
+    for op, word in ((unreduced, "a value for every pair. Fold it"), (counted, "one for each row or column of lists")):
+        with pytest.raises(mr.UnreducedError, match=word) as raised:
+            op(x, x, cols=edges)
+        assert "return mr.sum(x * y)" in str(raised.value) and "_cols" not in str(raised.value)

@@ -221,6 +221,10 @@ def test_sampled_cross_entropy_ignores_weighs_and_reduces():
     torch.testing.assert_close(weighed, (each * weights).sum() / weights[target != -100].sum())
     (gradient,) = torch.autograd.grad(mean, x)
     assert not gradient[target == -100].any() and gradient.isfinite().all()
+    none = ops.sampled_cross_entropy(
+        x, w, target.new_full((2, 3), -100), samples, token_weights=weights.requires_grad_()
+    )
+    assert none.isnan() and all((g == 0).all() for g in torch.autograd.grad(none, [x, w, weights]))
     with pytest.raises(mr.ColumnListError, match=r"samples.* is 1\d, but classes are numbered from 0 to 9"):
         ops.sampled_cross_entropy(x, w, target, samples + 10 - samples.min())
     with pytest.raises(mr.ShapeError, match="for each"):

@@ -411,6 +411,10 @@ def test_all_rows_ignored(looks, looking, seed):
     assert total == 0
     assert all((g == 0).all() for g in torch.autograd.grad(total, [x, w]))
     assert all((g == 0).all() for g in torch.autograd.grad(ops.cross_entropy(x, w, target), [x, w]))
+    for weights in (torch.rand(5), torch.full((5,), NAN)):
+        loss = ops.cross_entropy(x, w, target, token_weights=weights.requires_grad_())
+        grads = torch.autograd.grad(loss, [x, w, weights])
+        assert loss.isnan() and all((g == 0).all() for g in grads)
 
 
 def test_where_labels_are_not_looked_at_the_loss_is_the_same_and_bad_ones_are_nan(looking, seed):

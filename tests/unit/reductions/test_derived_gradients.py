@@ -197,7 +197,7 @@ def test_what_has_no_derivative_says_so():
 
 
 def test_lists_of_pairs():
-    """Formulas go through lists; what needs all other pairs refuses them."""
+    """Formulas of one pair."""
     x, y, v = own.problem(3, 5)
     rowptr, index = torch.tensor([0, 2, 3, 5]), torch.tensor([0, 4, 2, 1, 3])
     listed = torch.zeros(3, 5, dtype=torch.bool)
@@ -207,8 +207,66 @@ def test_lists_of_pairs():
     right = torch.where(listed, x @ y.T, -torch.inf).softmax(1) @ v
     torch.testing.assert_close(found, right)
     torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), x) for t in (found, right)))
-    with pytest.raises(mr.NoGradientError, match=r"Variance needs all other pairs.*listed"):
-        own.variance(x, y, v, cols=mr.edges(rowptr, index))[0].sum().backward()
+
+
+@pytest.mark.parametrize("op", [own.variance, own.pooled])
+@pytest.mark.parametrize("kind", ["edges", "blocks"])
+def test_what_needs_all_other_pairs_goes_through_lists(op, kind):
+    """Of unequal lists, one of them empty and one long, with a column that is listed twice."""
+    args = [t.requires_grad_() for t in own.problem(5, 40)]
+    index = torch.cat([torch.tensor([0, 4, 4, 2]), torch.arange(40), torch.tensor([7, 9])])
+    edges = mr.edges(torch.tensor([0, 2, 4, 4, 44, 46]), index)
+    blocks = mr.blocks.from_mask(torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool(), rows=2, cols=10)
+    listed = {"edges": edges, "blocks": blocks}[kind]
+    with mr.use(engine="eager"):
+        found = op(*args, cols=listed)
+    taken = [torch.repeat_interleave(torch.arange(40), times) for times in listed.mask(5, 40)]
+    with mr.use(engine="reference"):
+        rows = [op(args[0][i : i + 1], args[1][at], args[2][at]) for i, at in enumerate(taken)]
+    truth = [torch.cat(ts) for ts in zip(*rows, strict=True)]
+    torch.testing.assert_close([*found], truth)
+    first = [
+        torch.autograd.grad(ts, args, [*map(own.cotangent, ts)], create_graph=True, materialize_grads=True)
+        for ts in (found, truth)
+    ]
+    torch.testing.assert_close(*first)
+    second = [
+        torch.autograd.grad(gs, args, [*map(own.cotangent, gs)], allow_unused=True, materialize_grads=True)
+        for gs in first
+    ]
+    torch.testing.assert_close(*second)
+
+
+@mr.op
+def farthest(x: mr.Row["d"], y: mr.Col["d"]):
+    return mr.reduce(mr.monoids.Max, v=x @ y).v, mr.reduce(own.Extent, low=x @ y, high=((x - y) ** 2).sum()).high
+
+
+@pytest.mark.parametrize("domain", [None, "edges", "blocks", "jagged"])
+def test_a_gradient_finds_the_pairs_that_equal_an_extreme(monkeypatch, domain):
+    """To the last bit: in generated C++, and in pieces of lists whose products have other shapes."""
+    monkeypatch.undo()  # no small tiles
+    monkeypatch.setenv("MONOIDREDUCE_CPP", "always")
+    chance = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 64, generator=chance, requires_grad=True) for n in (30, 40))
+    degrees = torch.randint(1, 20, (30,), generator=chance)
+    listed = {
+        None: None,
+        "edges": mr.edges(
+            torch.nn.functional.pad(degrees.cumsum(0), (1, 0)),
+            torch.cat([torch.randperm(40, generator=chance)[:n] for n in degrees.tolist()]),
+        ),
+        "blocks": mr.blocks.from_mask(torch.tensor([[True, False], [False, True], [True, True]]), rows=10, cols=20),
+        "jagged": mr.jagged(torch.tensor([0, 3, 30]), torch.tensor([0, 25, 40])),
+    }[domain]
+    with mr.use(engine="eager"):
+        found = farthest(x, y, cols=listed)
+        grads = torch.autograd.grad([t.sum() for t in found], (x, y))
+    hidden = torch.zeros(30, 40, dtype=torch.bool) if listed is None else listed.mask(30, 40) == 0
+    a, b = (t.detach().double().requires_grad_() for t in (x, y))
+    truth = [s.masked_fill(hidden, -torch.inf).amax(1).sum() for s in (a @ b.T, torch.cdist(a, b).square())]
+    for got, right in zip(grads, torch.autograd.grad(truth, (a, b)), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-4)
 
 
 def test_explain_says_where_a_gradient_comes_from():

@@ -161,9 +161,9 @@ def applies(fold: Fold, leaves: Sequence[Any], sizes: Sizes, worth: int = WORTH)
     return all(_is_readable(e, v, e in fold.tables) for e, v in given.items())
 
 
-def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr]) -> str:
+def describe(fold: Fold, sizes: Sizes, numbers: frozenset[Expr], worth: int = WORTH) -> str:
     """What runs a fold of these sizes on a CPU: ``"C++"`` or ``"torch"``. Writes the code, compiles nothing."""
-    if not is_worthwhile(fold, sizes) or not all(map(sizes.of, fold.letters)):
+    if not is_worthwhile(fold, sizes, worth) or not all(map(sizes.of, fold.letters)):
         return "torch"
     if _SETTING.read() == "never" or sizes.compute not in (torch.float32, torch.float64):
         return "torch"
@@ -205,9 +205,12 @@ def _list_walked(fold: Fold) -> tuple[str, ...]:
 
 
 def _has_form(fold: Fold) -> bool:
-    """Whether all reductions are of kinds that have a C++ form, and walk over the pairs."""
-    return all_have(FastForm.CPP, fold.reductions) and all(
-        kind_of(r).walks(r, fold.reductions) for r in fold.reductions
+    """Whether all reductions are of kinds that have a C++ form, and walk over the pairs. What is compared with results
+    must have the same bits as in the forward, which for monoids of users is never C++."""
+    return (
+        not fold.compares_results
+        and all_have(FastForm.CPP, fold.reductions)
+        and all(kind_of(r).walks(r, fold.reductions) for r in fold.reductions)
     )
 
 
