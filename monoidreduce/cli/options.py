@@ -6,6 +6,7 @@ makes torch's of them.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -22,6 +23,22 @@ DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float16": "float16", "f16": "float16", "fp16": "float16", "half": "float16",
 }  # fmt: skip
+READY_MADE = (  # the keys of ``layers.EXPLAINED``
+    "attention",
+    "cross-entropy-rows",
+    "cross-entropy-given",
+    "cross-entropy-two",
+    "entropy",
+    "mlp",
+    "gated-mlp",
+    "sample",
+    "max-pool",
+    "contrastive",
+    "cross-entropy",
+    "kernel-sum",
+    "window-attention",
+    "knn",
+)
 LARGEST_COUNT = 10**15  # a larger number is a typing mistake, and torch counts in 64 bits
 RAGGED_SIZES = ((1, 1), (1, 59), (59, 1), (111, 257), (7, 0), (0, 7))
 LARGE_SIZE = (2048, 8192)  # where ``check`` measures memory, and at half the rows and columns
@@ -102,7 +119,17 @@ def parse_device(text: str) -> str:
 
 
 def parse_target(text: str) -> str:
-    """``FILE.py:NAME``, whose file exists, or something without a file."""
+    """``FILE.py:NAME``, whose file exists, or the name of a layer."""
+    if ":" not in text and not text.endswith(".py"):
+        public = (Path(__file__).parents[1] / "ops" / "__init__.py").read_text()  # importing it takes torch
+        known = [*READY_MADE, *re.findall(r'^    "(\w+)",$', public, re.MULTILINE), "all"]
+        if text not in known:
+            near = difflib.get_close_matches(text, known, 1)
+            advice = f" Did you mean {near[0]}?" if near else ""
+            raise click.UsageError(
+                f"there is no layer {text:.80}.{advice} Give FILE.py:NAME, or one of {', '.join(READY_MADE)}"
+            )
+        return text
     file = text.rpartition(":")[0]
     if file.endswith(".py") and len(file) < 4096 and "\0" not in file and not os.path.exists(file):
         raise click.UsageError(f"the file {file} does not exist. Give FILE.py:NAME, such as layers.py:attention")

@@ -39,7 +39,7 @@ from ..program.trace import Parameter
 from ..runtime.bind import bind_inputs
 from ..runtime.call import format_results
 from .command import CommandError
-from .layers import EXPLAINED, LOGIT, SEED, Layer, Size, find_ready_made
+from .layers import LOGIT, SEED, Layer, Size, find_ready_made
 
 # Load what ``FILE.py:NAME`` or ``package.module:NAME`` names, and report errors of the user's code in one message.
 #
@@ -272,8 +272,6 @@ def find(spec: str, features: Mapping[str, int] | None = None, **given: Any) -> 
             f"{spec} is a ready-made layer whose arguments are not known here. Write a function NAME that calls "
             f"ops.{spec}, and NAME_inputs(rows, cols) that makes its arguments, and give FILE.py:NAME"
         )
-    if ":" not in spec and not spec.endswith(".py"):
-        raise CommandError(f"there is no layer {spec}. Give FILE.py:NAME, or one of {', '.join(EXPLAINED)}")
     return from_target(load(spec), features=features, **given)
 
 

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from monoidreduce import __version__
+from monoidreduce import __version__, ops
+from monoidreduce.cli import options
+from monoidreduce.cli.layers import EXPLAINED
 
 PROGRAM = [sys.executable, "-X", "importtime", "-m", "monoidreduce"]
 CPU_SECONDS = "import time, torch; start = time.process_time(); import monoidreduce; print(time.process_time() - start)"
@@ -27,6 +29,8 @@ def modules(stderr: str) -> set[str]:
         (["--verion"], 2, "No such option"),
         (["check"], 2, "Missing argument 'FILE.py:NAME'"),
         (["explain", "nowhere.py:layer", "--rows", "10"], 2, "the file nowhere.py does not exist"),
+        (["bench", "atention"], 2, "there is no layer atention. Did you mean attention?"),
+        (["check", "linear_cross_entropi"], 2, "Did you mean linear_cross_entropy?"),
         (["demo", "--help"], 0, "Writes a page, index.html"),
         (["demo", "--quik"], 2, "No such option '--quik'. Did you mean '--quick'?"),
         (["bench", "--device", "cud"], 2, "'cud' is no device"),
@@ -43,6 +47,11 @@ def test_help_version_and_typos_answer_without_torch(arguments, code, words):
     found = modules(done.stderr)
     assert ("click.core" in found) == (arguments != ["--version"])  # which answers without the command line's packages
     assert not found & {"torch", "numpy", "rich.console", "monoidreduce.op", "monoidreduce.errors"}
+
+
+def test_the_names_of_layers_are_known_without_torch():
+    assert tuple(EXPLAINED) == options.READY_MADE
+    assert all(options.parse_target(name) == name for name in (*EXPLAINED, *ops.__all__, "all"))
 
 
 def test_the_installed_command_starts_without_torch_and_a_layer_file_finds_the_names(tmp_path):
@@ -95,8 +104,8 @@ def test_an_import_that_fails_leaves_the_collector_as_it_was():
 
 
 @pytest.mark.slow  # of a quiet machine
-def test_the_package_adds_a_quarter_of_a_second_to_torch(tmp_path):
+def test_the_package_adds_a_fifth_of_a_second_to_torch(tmp_path):
     """CPU seconds beyond torch's own import, with byte code (the first process writes it): the best of six."""
     cache = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     runs = [subprocess.run([sys.executable, "-c", CPU_SECONDS], stdout=subprocess.PIPE, env=cache) for _ in range(6)]
-    assert min(float(run.stdout) for run in runs) <= 0.25
+    assert min(float(run.stdout) for run in runs) <= 0.2
