@@ -20,6 +20,7 @@ import dis
 import functools
 import inspect
 import linecache
+import operator
 import os
 import sys
 import types
@@ -649,7 +650,9 @@ class WatchedPlaces:
 
     names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # globals
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)  # of closures
-    others: list[tuple[Read, Any]] = field(default_factory=list)  # attributes and items, read from their root
+    others: list[tuple[Callable[[], Any], Any]] = field(
+        default_factory=list
+    )  # attributes, items, contents
     tensors: dict[int, str] = field(default_factory=dict)  # by identity: how the body names it
 
     def __bool__(self) -> bool:
@@ -686,7 +689,7 @@ def _read_content(cell: types.CellType) -> Any:
         return _MISSING
 
 
-def _read_value(read: Read) -> Any:
+def _read_value(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except Exception:
@@ -724,7 +727,7 @@ class _Search:
         self.seen: set[int] = set()
         self.held: list[Any] = []  # what was seen, so that identities stay their own
         self.left = _MOST
-        self.contents: list[Read] = []
+        self.contents: list[_Content] = []
         self.stored: set[Any] = set()  # attributes, globals and cells that a function writes: counters, no settings
 
     def functions(self, waiting: list[Any]) -> None:
@@ -735,7 +738,7 @@ class _Search:
         found.names = [one for one in found.names if (id(one[0]), one[1]) not in self.stored]
         found.cells = [one for one in found.cells if id(one[0]) not in self.stored]
         found.others = [one for one in found.others if one[0].args[1] not in self.stored]
-        found.others += [(one, _read_value(one)) for one in self.contents if one.args[1] not in self.stored]
+        found.others += [(one, _read_value(one)) for one in self.contents if one.name not in self.stored]
 
     def _search_function(self, called: Any) -> list[Any]:
         """Search one function; returns the functions that it names."""
@@ -803,7 +806,7 @@ class _Search:
             elif following is None and isinstance(value, _FUNCTIONS) and _is_fixed_package(value):
                 note()
             elif following is None and _has_content(value, steps):
-                self.contents.append(functools.partial(_describe_content, read, name, self.stored))
+                self.contents.append(_Content(read, name, self.stored))
             if following is None or (isinstance(value, types.ModuleType) and _is_fixed_package(value)):
                 return
             key, is_item, count = following
@@ -837,32 +840,71 @@ def _has_content(value: Any, steps: list[Any]) -> bool:
     return not (written or isinstance(value, (types.ModuleType, type, torch.Tensor, *_FUNCTIONS)))
 
 
-def _describe_content(read: Read, name: str, skipped: set[Any]) -> str:
-    """A text of all that is plain in a list, a dictionary or an object. ``skipped``: attributes that are counters."""
-    left = _CONTENT
+def _container_of(value: Any) -> Any:
+    """The list or dictionary that a method is bound to; all else as it is."""
+    bound = isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, _CONTAINERS)
+    return value.__self__ if bound else value
 
-    def describe(value: Any, depth: int) -> str:
-        nonlocal left
-        left -= 1
-        if left < 0 or isinstance(value, torch.Tensor):
-            return ""
-        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, _CONTAINERS):
-            value = value.__self__
-        if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
-            return repr(value)
-        kind = type(value)
-        if depth == 0 or kind.__module__.split(".")[0] in _NOT_SETTINGS:
-            return ""
-        if kind.__module__ == "numpy":  # a number, or an array
-            return repr(value)
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{describe(k, 1)}: {describe(v, depth - 1)}" for k, v in value.items()) + "}"
-        if isinstance(value, _CONTAINERS):
-            return kind.__name__ + str([describe(v, depth - 1) for v in value])
-        held = {n: getattr(value, n, None) for n in getattr(kind, "__slots__", ())} | getattr(value, "__dict__", {})
-        return ", ".join(f"{n}={describe(v, depth - 1)}" for n, v in held.items() if n not in skipped)
 
-    return describe(read(), 4)
+class _Content:
+    """Gives a text of all that is plain in a list, a dictionary or an object: the same text object while none of them
+    holds another object. ``skipped``: attributes that are counters."""
+
+    def __init__(self, read: Read, name: str, skipped: set[Any]):
+        self.read, self.name, self.skipped = read, name, skipped
+        # what the last text was made of: the root, all containers with their items, and whether nothing else was met
+        self.last: tuple[Any, list[tuple[Any, list[Any]]], bool, str] = (None, [], False, "")
+
+    def __call__(self) -> str:
+        value = _container_of(self.read())
+        root, visited, is_whole, text = self.last
+        if not (is_whole and value is root and all(map(self._is_unchanged, visited))):
+            text, visited, is_whole = self._describe(value)
+            self.last = value, visited, is_whole, text
+        return text
+
+    def _is_unchanged(self, one: tuple[Any, list[Any]]) -> bool:
+        items = self._list_items(one[0])
+        return len(items) == len(one[1]) and all(map(operator.is_, items, one[1]))
+
+    def _list_items(self, container: Any) -> list[Any]:
+        """What a container holds: names or keys, then values."""
+        if isinstance(container, dict):
+            return [*container, *container.values()]
+        if isinstance(container, _CONTAINERS):
+            return [*container]
+        slots = {n: getattr(container, n, None) for n in getattr(type(container), "__slots__", ())}
+        held = slots | getattr(container, "__dict__", {})
+        names = [n for n in held if n not in self.skipped]
+        return [*names, *(held[n] for n in names)]
+
+    def _describe(self, value: Any) -> tuple[str, list[tuple[Any, list[Any]]], bool]:
+        """The text; the containers that were visited, with their items; and whether they and plain values are all."""
+        visited: list[tuple[Any, list[Any]]] = []
+        left, is_whole = _CONTENT, True
+
+        def describe(value: Any, depth: int) -> str:
+            nonlocal left, is_whole
+            left -= 1
+            value = _container_of(value)
+            if left >= 0 and isinstance(value, (*_PLAIN, *_FUNCTIONS)):
+                return repr(value)
+            kind = type(value)
+            other = left < 0 or isinstance(value, torch.Tensor) or depth == 0 or kind.__module__ == "numpy"
+            if other or kind.__module__.split(".")[0] in _NOT_SETTINGS:
+                is_whole = False  # tensors are not kept alive, and arrays change in place
+                return repr(value) if kind.__module__ == "numpy" and left >= 0 and depth else ""
+            items = self._list_items(value)
+            visited.append((value, items))
+            if isinstance(value, _CONTAINERS) and not isinstance(value, dict):
+                return kind.__name__ + str([describe(v, depth - 1) for v in items])
+            half = len(items) // 2
+            pairs = zip(items[:half], items[half:], strict=True)
+            if isinstance(value, dict):
+                return "{" + ", ".join(f"{describe(k, 1)}: {describe(v, depth - 1)}" for k, v in pairs) + "}"
+            return ", ".join(f"{n}={describe(v, depth - 1)}" for n, v in pairs)
+
+        return describe(value, 4), visited, is_whole
 
 
 def _return_value(value: Any) -> Any:

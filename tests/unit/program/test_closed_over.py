@@ -8,6 +8,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.program import trace
 
 SCALE = 2.0
 SETTINGS = {"shift": 1.0, "square": False}
@@ -165,6 +166,33 @@ def test_lists_dictionaries_objects_and_functions(ones):
     assert layer(*ones).item() == 72.0
     act = torch.neg
     assert layer(*ones).item() == -72.0
+
+
+def test_contents_are_looked_through_again_only_where_one_is_another(ones, monkeypatch):
+    settings = types.SimpleNamespace(weights=[1.0, 2.0], deep={"power": [{"n": 1}]})
+    texts = []
+    describe = trace._Content._describe
+    monkeypatch.setattr(trace._Content, "_describe", lambda self, value: texts.append(value) or describe(self, value))
+
+    @mr.op
+    def weighted(x: Row["d"], y: Col["d"]):
+        held = settings
+        return mr.sum(held.weights[-1] * (x @ y) ** held.deep["power"][0]["n"])
+
+    def step():
+        del texts[:]
+        return weighted(*ones).item(), bool(texts)
+
+    assert step() == (12.0, True) and step() == step() == (12.0, False)
+    settings.weights[-1] = 3.0
+    assert step() == (18.0, True) and step() == (18.0, False)
+    settings.deep["power"][0]["n"] = 2
+    assert step() == (36.0, True) and step() == (36.0, False)
+    settings.weights = [4.0]
+    settings.deep = {"power": [{"n": 2}]}
+    assert step() == (48.0, True) and step() == (48.0, False)
+    settings.tensor = torch.ones(1)  # is not kept alive: a text each time
+    assert step() == step() == (48.0, True)
 
 
 def test_an_unchanged_body_is_traced_once_whatever_it_counts(ones):
