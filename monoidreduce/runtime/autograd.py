@@ -227,10 +227,10 @@ class _ReplayedFunction(torch.autograd.Function):
         except Exception:
             output, kept, numbers = program.forward(replay, values)
         ctx.kept = replay, program, numbers, len(kept) == replay.saved, settings.current.get().skip_below
-        ctx.set_materialize_grads(False)
+        # as ``save_for_backward`` and ``set_materialize_grads`` do, without a call of each
+        ctx.to_save, ctx.materialize_grads = kept, False
         if not program.replays.steps.all_contribute:
             ctx.mark_non_differentiable(*[output[k] for k in program.replays.find_constant_outputs(values)])
-        ctx.save_for_backward(*kept)
         return output
 
     @staticmethod

@@ -7,7 +7,6 @@ decoded from the program id. Lengths are run-time arguments, so that a new lengt
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -206,7 +205,8 @@ class FoldLaunch:
         another grid. None where it may be another kernel."""
         if type(self) is not FoldLaunch or batch != self.batch or self.few_rows is not None:
             return None
-        one = copy.copy(self)
+        one = object.__new__(FoldLaunch)  # a copy, in half the time of ``copy.copy``
+        one.__dict__.update(self.__dict__)
         one.sizes, one.layouts = sizes, {o: found for o in self.fold.outputs if (found := layouts.get(o)) is not None}
         one.lengths = (sizes.rows, sizes.cols) if self.over == "cols" else (sizes.cols, sizes.rows)
         if one.lengths[0] <= FEW_ROWS:

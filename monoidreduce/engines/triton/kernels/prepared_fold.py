@@ -8,7 +8,6 @@ steps of a whole program once, and says which launches repeat them (``launch/lau
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,7 +99,8 @@ class PreparedFold:
         found = [one.at_lengths(values, batch, sizes, layouts) for one in self.by_direction]
         if batch != self.batch or None in found:
             return None
-        other = copy.copy(self)
+        other = object.__new__(PreparedFold)  # a copy
+        other.__dict__.update(self.__dict__)
         other.given_sizes = other.sizes = sizes
         other.by_direction = other.launches = [one for one in found if one is not None]
         other._join_directions(values, layouts)
