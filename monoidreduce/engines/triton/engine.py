@@ -18,7 +18,6 @@ from ...errors import EngineError, FallbackWarning
 from ...plan import settings
 from ...program.expression import Expr
 from ...program.lower import Fold
-from ..common import evaluate
 from ..common.bounded_cache import BoundedCache
 from ..common.evaluate import Sizes
 from ..common.torch_code import Elementwise
@@ -197,7 +196,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
         sizes.batch,
         sizes.compute,
         sizes.device,
-        evaluate.float32_precision(),
+        settings.float32_precision(),
         settings.requested_budget() is None,
         overriding_plans(),
         spec_from_tensors.like.get(),
