@@ -153,7 +153,9 @@ class Op(torch_operator.Compiled, Generic[Result]):
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
             recorder.fail_recording()
-        device = dispatch.autocast_device(args or kwargs.values())
+        device = (
+            None if key is not None else dispatch.autocast_device(args or kwargs.values())
+        )  # calls in it have no key
         if device is not None:
             return dispatch.call_in_autocast(self, self.parameters, device, args, kwargs)
         if dispatch.is_divided() or (key is None and dtensors.any_dtensor((*args, *kwargs.values()))):

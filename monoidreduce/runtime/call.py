@@ -312,6 +312,7 @@ class Plans:
         self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
         self.keys = CallKeys(self._list_declared)
         self.known: BoundedCache[tuple, tuple[CallPlan, ...]] = BoundedCache(_PLANS)
+        self.forms: dict[tuple, CallForm] = {}  # by how calls are spelt
 
     def __len__(self) -> int:
         """How many kinds of calls are known."""
@@ -320,6 +321,13 @@ class Plans:
     def form(self, count: int, names: Iterable[str]) -> CallForm | None:
         """How a call with so many values by position, and these by name, is read; None where it does not fit, which
         binding explains."""
+        spelt = (count, *names)
+        found = self.forms.get(spelt)
+        if found is None and (found := self._find_form(count, spelt[1:])) is not None:
+            self.forms[spelt] = found
+        return found
+
+    def _find_form(self, count: int, names: Sequence[str]) -> CallForm | None:
         by_name = [self.places.get(n, -1) for n in names]
         places = [*range(count), *by_name]
         if count > self.positional or min(by_name, default=count) < count or not self.needed.issubset(places):

@@ -506,13 +506,19 @@ class BackwardReplays:
     ):
         self.steps, self.sizes, self.recorded, self.kept, self.views = steps, sizes, recorded, kept, views
         self.results, self.narrow = recorded.results, narrow
-        # by the kind of the program's inputs; with and without views the launches are the same
-        self.recorded_before: BoundedCache[tuple, triton.RecordedLaunches | None] = BoundedCache(MOST)
         self.settings = settings.now()
-        self.known: BoundedCache[tuple, triton.ProgramReplay | None] = BoundedCache(MOST)
         self.arithmetic: dict[tuple, tuple[triton.NumberArithmetic | None, list[int]]] = {}
         # of the last backward: the types of its tensors, what reads them, its needs and numbers, what is read of these
         self.last: tuple[list[type], Any, tuple | None, tuple] = ([], None, None, ())
+
+    @functools.cached_property
+    def known(self) -> BoundedCache[tuple, triton.ProgramReplay | None]:
+        return BoundedCache(MOST)
+
+    @functools.cached_property
+    def recorded_before(self) -> BoundedCache[tuple, triton.RecordedLaunches | None]:
+        """By the kind of the program's inputs: with and without views the launches are the same."""
+        return BoundedCache(MOST)
 
     def find(self, needs: Needs, saved: SavedValues) -> triton.ProgramReplay | None:
         """The recording for tensors like these, made now if there is none; None where there can be none."""
@@ -530,7 +536,7 @@ class BackwardReplays:
         if found is not _MISSING:
             return found
         with apply_settings(self.settings):
-            made = oom_retry.run_or_fall_back(self._record, lambda *_: None, (needs, saved), self.sizes)
+            made = oom_retry.run_or_fall_back(self._record, lambda *_: None, (needs, saved, signs), self.sizes)
         return self.known.keep(key, made)
 
     def program(self, needs: Needs, given: tuple[bool, ...]) -> GradientProgram:
@@ -585,7 +591,7 @@ class BackwardReplays:
         arithmetic, places = self.arithmetic[key]
         return () if arithmetic is None else triton.describe_numbers(arithmetic(*[saved.numbers[k] for k in places]))
 
-    def _record(self, needs: Needs, saved: SavedValues) -> triton.ProgramReplay | None:
+    def _record(self, needs: Needs, saved: SavedValues, signs: tuple) -> triton.ProgramReplay | None:
         made = self.program(needs, saved.given)
         steps = make_steps(self.steps.engine, made.program, made.numbers)
         pool = [*self.leaves(saved), *self.other_inputs(saved)]
@@ -593,7 +599,7 @@ class BackwardReplays:
         if moved or not made.program.outputs:
             return None
         values = [pool[k] for k in made.sources]
-        key = (needs, saved.given, self._describe_computed_numbers(needs, saved), triton.describe_leaves(values))
+        key = (needs, saved.given, signs, triton.describe_leaves(values))
         recorded = self.recorded_before.get(key, _MISSING)
         if recorded is _MISSING:
             recorded = self.recorded_before.keep(key, steps.record(values, self.sizes))

@@ -216,10 +216,8 @@ class Allocator:
         """The tensor that ``empty_like`` copies the form of."""
         if self._model is None:
             shape, dtype = self.form
-            if self.strides is None:
-                self._model = torch.empty((), dtype=dtype, device=self.device).expand(shape)
-            else:
-                self._model = torch.empty_strided(shape, self.strides, dtype=dtype, device=self.device)
+            strides = self.strides or (0,) * len(shape)  # of an expanded number: the copy is contiguous
+            self._model = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
             self._model.untyped_storage().resize_(0)
         return self._model
 

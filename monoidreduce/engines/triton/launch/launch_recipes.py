@@ -180,11 +180,11 @@ class Buffer:
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """The tensors in it. A buffer that comes back at an offset where numbers cannot begin is copied first."""
         whole = whole.clone() if whole.storage_offset() % _ALIGNED else whole
-        return {name: self._view(whole[at:], name) for name, at in self.places.items()}
+        return {name: self._view(whole, at, name) for name, at in self.places.items()}
 
-    def _view(self, rest: Tensor, name: str) -> Tensor:
+    def _view(self, whole: Tensor, at: int, name: str) -> Tensor:
         shape, dtype = self.forms[name]
-        flat, strides = rest[: _count_bytes(shape, dtype)].view(dtype), self.strides.get(name)
+        flat, strides = whole.narrow(0, at, _count_bytes(shape, dtype)).view(dtype), self.strides.get(name)
         return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 

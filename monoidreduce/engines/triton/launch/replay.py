@@ -325,8 +325,14 @@ class Replay:
         writer = _Writer(inputs, constants, device, starts)
         otherwise = "None"
         if starts and always:
-            plain = functools.cache(lambda: _Writer(inputs, constants, device, False).compile(steps, returned))
-            writer.scope["launch_plainly"] = plain  # written where it is needed
+            plain: list[Callable[..., Any]] = []  # written where it is needed
+
+            def launch_plainly() -> Callable[..., Any]:
+                if not plain:
+                    plain.append(_Writer(inputs, constants, device, False).compile(steps, returned))
+                return plain[0]
+
+            writer.scope["launch_plainly"] = launch_plainly
             otherwise = f"launch_plainly()({', '.join(inputs)})"
         self.run: Callable[..., Any] = writer.compile(steps, returned, otherwise)
         self.text = writer.text
