@@ -650,7 +650,7 @@ class WatchedPlaces:
 
     names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # globals
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)  # of closures
-    others: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)  # attributes, items, contents
+    others: list[tuple[Any, Any]] = field(default_factory=list)  # what reads attributes, items and contents
     tensors: dict[int, str] = field(default_factory=dict)  # by identity: how the body names it
 
     def __bool__(self) -> bool:

@@ -321,9 +321,9 @@ class Plans:
     def form(self, count: int, names: Iterable[str]) -> CallForm | None:
         """How a call with so many values by position, and these by name, is read; None where it does not fit, which
         binding explains."""
-        spelt = (count, *names)
+        spelt = count, (*names,)
         found = self.forms.get(spelt)
-        if found is None and (found := self._find_form(count, spelt[1:])) is not None:
+        if found is None and (found := self._find_form(*spelt)) is not None:
             self.forms[spelt] = found
         return found
 
