@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,6 +124,7 @@ Reduction = Literal["mean", "sum", "none"]
 Given = ParamSpec("Given")
 Result = TypeVar("Result", covariant=True)
 _REDUCTIONS = ("mean", "sum", "none")
+_FLAGS = (bool, numpy.bool_, torch.SymBool)
 
 
 # Options
@@ -554,6 +556,7 @@ def _public(
 ) -> Any:
     sides = {**dict.fromkeys(rows, "rows"), **dict.fromkeys(cols, "cols")}
     names = list(inspect.signature(layer).parameters)
+    strict = _check_flags(layer, names)
 
     def result_sides(_: Any, result: Any) -> Any:
         if not isinstance(result, tuple):
@@ -573,9 +576,9 @@ def _public(
         if jagged.any_nested(given):
             return of_nested(*args, **kwargs)
         divided = dtensors.any_dtensor((*given, *(part for v in given if isinstance(v, tuple) for part in v)))
-        return run_layer(layer, args, kwargs) if divided else layer(*args, **kwargs)
+        return run_layer(strict, args, kwargs) if divided else strict(*args, **kwargs)
 
-    replay = torch_replay.LayerReplay(layer, of_any_tensors)
+    replay = torch_replay.LayerReplay(strict, of_any_tensors)
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -607,6 +610,22 @@ def _public(
     checked.stream = stream or LayerStreams(layer, rows, cols).stream  # type: ignore[attr-defined]
     checked.explain = explain  # type: ignore[attr-defined]
     return checked
+
+
+def _check_flags(layer: Callable, names: list[str]) -> Callable:
+    """The layer, after a check of its options that are True or False: any text would be as true as any other."""
+    flags = {name for name in names if layer.__annotations__.get(name) == "bool"}
+
+    @functools.wraps(layer)
+    def strict(*args: Any, **kwargs: Any) -> Any:
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if name in flags and not (
+                value is None or isinstance(value, _FLAGS) or (type(value) is int and value in (0, 1))
+            ):
+                raise ArgumentError(detail=f"{name} was given {describe_value(value)}", fix="Give True or False")
+        return layer(*args, **kwargs)
+
+    return strict if flags else layer
 
 
 def _explain_arguments(error: TypeError, layer: Callable, names: list[str], args: tuple, kwargs: Mapping) -> None:

@@ -64,11 +64,11 @@ def select_blocks(
         checks.tensor(name, t, "[..., length, features]", 2)
     size, cols = q.shape[-2], k.shape[-2]
     own = -(-rows // block) + bool(causal and rows % block)
-    if causal and count < own + sinks:
+    least = own + sinks if causal else sinks
+    if count < least:
+        has = f"a causal block of {rows} queries has up to {own} blocks of its own, and " if causal else ""
         raise ArgumentError(
-            detail=f"count was given {count}, but a causal block of {rows} queries has up to {own} blocks of its own, "
-            f"and {sinks} come first",
-            fix=f"Give at least {own + sinks}",
+            detail=f"count was given {count}, but {has}{sinks} come first", fix=f"Give at least {least}"
         )
     with torch.no_grad():
         queries = _means(q, rows)

@@ -219,6 +219,7 @@ class Parameter:
     packing: tuple[int, int] | None = None  # of stored vectors (``Expr.packing``)
     blocks: Parameter | None = None  # the scales of their blocks
     is_table: bool = field(default=False, compare=False, repr=False)  # a Batch that was declared as a Table
+    choice: Any = field(default=None, compare=False, repr=False)  # of a fixed choice: str, Callable or Literal[...]
 
     def expr(self, dtype: str) -> Expr:
         stored = ("stored", *(self.packing or ())) if self.stored == "vectors" else ()
@@ -310,7 +311,7 @@ def _make_parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
         or hint is collections.abc.Callable
         or typing.get_origin(hint) in (collections.abc.Callable, typing.Literal)
     ):
-        return Parameter(name, "static", None, optional, default)
+        return Parameter(name, "static", None, optional, default, choice=hint)
     if hint is None and name in ("self", "cls"):
         raise DeclarationError(
             detail=f"{op} is a method: its parameter {name} is no tensor",

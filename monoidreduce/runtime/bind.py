@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,18 +66,46 @@ def check_kind(p: Parameter, value: Any) -> None:
             kind = "" if value.is_complex() else ", sparse" if value.is_sparse else ", quantised"
             raise DTypeError(detail=f"{p.name} is {shown(value)}{kind}", fix="Give a dense tensor of real numbers")
     elif p.axis == "number":
-        if isinstance(value, Tensor):
-            if value.dim() != 0:
-                raise ShapeError(
-                    detail=f"{p.name} is declared {p}, one number, but was given a tensor {tuple(value.shape)}",
-                    fix="Give a number or a 0-dim tensor, or declare it mr.Batch, Row or Col",
-                )
-        elif p.python is int and isinstance(value, (float, int)) and not (value == value // 1 and abs(value) < 2**63):
-            raise ArgumentError(
-                detail=f"{p.name} is declared int, but was given {value}", fix="Give a whole number of 64 bits"
+        _check_number(p, value)
+    elif p.choice is not None:
+        _check_choice(p, value)
+
+
+def _check_number(p: Parameter, value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise ShapeError(
+                detail=f"{p.name} is declared {p}, one number, but was given a tensor {tuple(value.shape)}",
+                fix="Give a number or a 0-dim tensor, or declare it mr.Batch, Row or Col",
             )
-        elif not isinstance(value, (int, float, torch.SymInt)) and not hasattr(value, "item"):
+        kind, kinds = "complex" if value.is_complex() else number_class(value.dtype), ("bool", "int", "float")
+        if kind not in kinds[: kinds.index(p.python.__name__) + 1 if p.python else 3]:
+            raise DTypeError(detail=f"{p.name} is declared {p}, but is {shown(value)}", fix="Cast it, or change one")
+        return
+    if not isinstance(value, (int, float, torch.SymInt)):
+        if not hasattr(value, "item"):
             raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix="Give a number")
+        value = value.item()
+    if isinstance(value, torch.SymInt):
+        return
+    if p.python is bool and not isinstance(value, bool):
+        raise ArgumentError(detail=f"{p.name} is declared bool, but was given {value}", fix="Give True or False")
+    whole = isinstance(value, (float, int)) and value == value // 1 and abs(value) < 2**63
+    if not whole and (p.python is int or isinstance(value, int)):
+        fix = "Give a whole number of 64 bits" + (", or a float" if p.python is float else "")
+        raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {value}", fix=fix)
+
+
+def _check_choice(p: Parameter, value: Any) -> None:
+    if typing.get_origin(p.choice) is typing.Literal:
+        options = typing.get_args(p.choice)
+        good, fix = any(type(value) is type(o) and value == o for o in options), f"Use one of {str(options)[1:-1]}"
+    elif p.choice is str:
+        good, fix = isinstance(value, str), "Give a text"
+    else:
+        good, fix = callable(value), "Give a function"
+    if not good:
+        raise ArgumentError(detail=f"{p.name} was given {shown(value)}", fix=fix)
 
 
 def number_class(dtype: torch.dtype) -> str:

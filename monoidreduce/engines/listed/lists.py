@@ -399,7 +399,8 @@ class FlatLeaf:
             return self.flat
         dim, places = 0 if self.in_front else self.dim, at.reshape(-1)
         if self.source.requires_grad:  # whose gradient is added up in a fixed order
-            found = self.source[(*(slice(None),) * dim, places)]
+            index: tuple[Any, ...] = (*(slice(None),) * dim, places)
+            found = self.source[index]
         else:
             found = self.source.index_select(dim, places)
         return (found.movedim(0, self.dim) if self.in_front else found).unflatten(self.dim, at.shape)

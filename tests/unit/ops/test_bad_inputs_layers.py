@@ -240,6 +240,7 @@ LONG = torch.zeros(5, dtype=torch.int64)
 OPTIONS: dict[str, list[tuple[dict, type, str]]] = {
     "contrastive_loss": [
         ({"kind": "moco"}, mr.ArgumentError, "kind was given 'moco'.*'clip'"),
+        ({"normalize": "no"}, mr.ArgumentError, "normalize was given 'no'.*True or False"),
         ({"temperature": 0.0}, mr.ArgumentError, "temperature was given 0.0"),
         ({"temperature": 1.0, "scale": 1.0}, mr.ArgumentError, "both temperature and scale"),
         ({"scale": -1}, mr.ArgumentError, "scale was given -1"),

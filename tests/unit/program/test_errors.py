@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -533,6 +534,40 @@ def test_arguments(mistake):
     with NoWork():
         error = raised(mistake)
     assert "called with" in str(error), "the message does not show the call"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "error"),
+    [
+        (float, torch.tensor(1j), mr.DTypeError),
+        (float, 2**70, mr.ArgumentError),
+        (int, np.float32(1.5), mr.ArgumentError),
+        (int, torch.tensor(1.5), mr.DTypeError),
+        (bool, 7, mr.ArgumentError),
+        (bool, 0.5, mr.ArgumentError),
+        (bool, math.nan, mr.ArgumentError),
+        (bool, torch.tensor(3), mr.DTypeError),
+        (str, 7, mr.ArgumentError),
+        (str, ["sum"], mr.ArgumentError),
+        (Literal["sum", "max"], "mean", mr.ArgumentError),
+        (Callable, "tanh", mr.ArgumentError),
+    ],
+    ids=repr,
+)
+def test_numbers_and_choices_of_another_kind(kind, value, error):
+    """Nothing is rounded to what was declared; neither in the first call nor after a right one."""
+
+    def body(x: Row["f"], y: Col["f"], c: kind):
+        return mr.sum((c if kind in (float, int, bool) else 1) * (x @ y))
+
+    op, right = (
+        mr.op(body),
+        {str: "sum", Callable: torch.tanh, bool: True, int: 1, float: 1.5}.get(kind, "sum"),
+    )
+    for _ in range(2):
+        with pytest.raises(error, match=r"c (was|is)"):
+            op(torch.ones(3, 2), torch.ones(4, 2), value)
+        op(torch.ones(3, 2), torch.ones(4, 2), right)
 
 
 @pytest.mark.parametrize("mistake", DECLARATIONS, ids=lambda m: m.name)

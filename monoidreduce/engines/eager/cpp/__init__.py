@@ -19,14 +19,15 @@ from torch.overrides import handle_torch_function
 
 from ....plan import settings
 from ....plan.settings import EnvironmentVariable
+from ....program.constructors import contractions
 from ....program.expression import Expr, size, topological
 from ....program.lower import Fold
-from ....program.primitives import PRIMITIVES
 from ....reductions import FastForm, all_have, kind_of
 from ...common import matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Sizes
 from ...common.subproblem import ChosenBlocks
+from ..tile_code import WALKED
 from ..tile_walk import FoldCode, compile_fold
 from . import compiler
 from .compiled_fold import BLOCK, FOLDED, KINDS, NUMBER_TYPES, PAIR_KINDS, CompiledFold, write_form
@@ -200,8 +201,13 @@ def count_work(fold: Fold, sizes: Sizes) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _list_walked(fold: Fold) -> tuple[str, ...]:
-    """The letter of every vector per pair that is computed."""
-    return tuple(str(e.feature) for e in topological(fold.reductions) if e.is_pair and e.feature and e.op in PRIMITIVES)
+    """The letter of every vector per pair that is computed feature by feature."""
+    roots = [e.args[0] for e in topological(fold.reductions) if e.op in WALKED and e.is_pair]
+    for r in fold.reductions:
+        sums = (c for value in kind_of(r).summed(r.args) for c in contractions(value, r.attrs[1]))
+        roots += [c.weight for c in sums if c.walk]
+    inside = topological(roots, stop=lambda e: e.feature is None)
+    return tuple(str(e.feature) for e in inside if e.is_pair and e.feature is not None)
 
 
 def _has_form(fold: Fold) -> bool:
