@@ -165,7 +165,8 @@ def _find_gradients(p: Pass, program: Lowered, leaves: Sequence[Expr | None]) ->
 class Derived(Protocol):
     """A program made from a fold: its gradient (``gradient.py``)."""
 
-    fold: Fold
+    @property
+    def fold(self) -> Fold: ...
 
     @property
     def outputs(self) -> tuple[Expr, ...]: ...
