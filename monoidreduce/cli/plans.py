@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import autotune
-from ..ops.explained import explain_layer
+from ..ops.checks import explain_layer
 from ..plan import cache as plan_cache
 from . import report, workload
 from .command import Answer, CommandError, dtype_name

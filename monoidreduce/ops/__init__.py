@@ -8,7 +8,7 @@ May import the errors, the algebra, the program and the decorator; never an engi
 torch.Size([5, 4])
 """
 
-from .attention import AttentionOutput, attention, attention_decode, document_ids
+from .attention import AttentionOutput, attention, attention_decode, attention_paged, document_ids
 from .attention_statistics import AttentionStatistics, attention_kl, attention_statistics
 from .candidates import rerank, sampled_cross_entropy
 from .contrastive import contrastive_loss
@@ -18,7 +18,6 @@ from .kernels import Sinkhorn, kernel_logsumexp, kernel_sum, sinkhorn, sinkhorn_
 from .logprobs import LogProbs, entropy, linear_entropy, linear_logprobs
 from .mlp import MaxPool, gated_mlp, max_pool_product, mlp
 from .neighbours import Neighbours, PointIndex, chamfer, kmeans_assign, knn, maxsim
-from .paged_attention import attention_paged
 from .sampling import Sample, TopK, linear_argmax, linear_sample, linear_topk, sample
 from .selected_attention import graph_attention, lightning_indexer, select_blocks, selected_attention
 

@@ -2,6 +2,10 @@
 
 Every mistake is raised here, before any work, with the name of the user's argument. Sizes, number types and devices
 that must agree are left to ``@mr.op``, which knows them from the declarations.
+
+``ops.NAME.explain`` says what the ops of a ready-made layer would run: a layer is Python around ops (checks, views,
+defaults). It is called once while ops answer with zeros, so that no pair is computed, and every call of an op is
+explained (``explain.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol,
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import arrays
 from ..domains import Domain, jagged
@@ -24,13 +29,14 @@ from ..domains.base import wrong_domain_error
 from ..engines.ranks import agreement, dtensors
 from ..engines.ranks.dtensors import Axes
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError, TopKError, shown
-from ..explain import Explanation
+from ..explain import Explanation, measure
+from ..op import Calls, explained_calls
 from ..plan import settings
+from ..plan.budget import format_ceil
 from ..runtime import dispatch, torch_replay
 from ..runtime.dispatch import PLAIN
 from ..stored_vectors import Scaled
 from ..stream import Stream
-from .explained import explain_layer
 from .streaming import LayerStreams
 
 if TYPE_CHECKING:
@@ -660,3 +666,55 @@ def draw_seed() -> int | Tensor:
         return streamed.memo.setdefault("seed", int(torch.randint(2**63 - 1, (), device="cpu")))
     seed = torch.randint(2**63 - 1, (), device="cpu")
     return seed if torch.compiler.is_compiling() else int(seed)  # a compiled graph draws anew in every run
+
+
+# What a layer would run
+
+
+class _Watched(TorchDispatchMode):
+    """Changes nothing. Under a dispatch mode no call is a cached plan: ops are called by the long way, and listed."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here; torch's guard against it would import Dynamo."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def explain_layer(
+    layer: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], backward: bool, timed: bool, name: str
+) -> Explanation:
+    """What each op of a call would run, and why. ``timed``: the layer is run a few times, and measured."""
+    found: dict[str, tuple[Explanation, int]] = {}
+    calls = _list_calls(layer, args, kwargs)
+    for op, own, named in calls:
+        text = op.explain(*own, backward=backward, **named)
+        found[str(text)] = text, found.get(str(text), (text, 0))[1] + 1
+    lines = [f"{name} calls {len(calls)} op{'s'[: len(calls) != 1]}"]
+    lines += [f"{text}\n  ({n} calls like this one)" if n > 1 else str(text) for text, n in found.values()]
+    measured = measure(layer, args, kwargs, backward) if timed else None
+    if measured is not None:
+        lines.append(
+            f"measured: {measured.seconds * 1e3:.3g} ms, {format_ceil(measured.peak)} at once, the whole layer"
+        )
+    made = Explanation("\n".join(lines))
+    made.data = {
+        "layer": name,
+        "calls": [{**text.as_dict(), "times": n} for text, n in found.values()],
+        "measured": None if measured is None else vars(measured),
+    }
+    return made
+
+
+def _list_calls(layer: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Calls:
+    """The calls of ops that a layer makes."""
+    calls: Calls = []
+    token = explained_calls.set(calls)
+    try:
+        with _Watched():
+            layer(*args, **kwargs)
+    finally:
+        explained_calls.reset(token)
+    return calls
