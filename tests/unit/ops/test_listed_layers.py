@@ -140,7 +140,7 @@ def test_the_best_blocks_are_chosen():
     assert bool((chosen.count == 3).all())
     with pytest.raises(mr.ArgumentError, match="Give at least 2"):
         ops.select_blocks(q, k, 1, block=4, causal=True)
-    with pytest.raises(mr.ArgumentError, match="2 come first. Give at least 2"):
+    with pytest.raises(mr.ArgumentError, match=r"2 come first\. Give at least 2"):
         ops.select_blocks(q, k, 1, block=4, sinks=2)
 
 
