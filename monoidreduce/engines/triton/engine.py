@@ -31,7 +31,7 @@ from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import FoldSavingResults, PreparedFold, check_device, gather_labels, merge_batches, record
 from .launch import hardware, jit_module
 from .launch.jit_module import compile_ahead, compile_only, skip_launches, watch_resources
-from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches, ReplayNames, ReplayViews
+from .launch.replay import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches, ReplayNames, ReplayViews
 from .panel import epilogue
 from .panel.arena import MemoryPlan
 from .panel.kernel_step import KernelStep, MetaStep

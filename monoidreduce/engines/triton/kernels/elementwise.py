@@ -23,7 +23,7 @@ from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, pad_width
 from ..launch import jit_module
-from ..launch.launch_recipes import Recipe
+from ..launch.replay import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
 from . import fold_kernel

@@ -31,7 +31,7 @@ from ..codegen.kernel_spec import NARROW, SMALL, WIDEST, Spec, Unsupported, spec
 from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
 from ..launch import descriptors, hardware, jit_module
-from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold

@@ -27,7 +27,7 @@ from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..codegen.reductions import find_plain_sum, list_factors
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
-from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
+from ..launch.replay import DescriptorOf, Leaf, Recipe
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
 from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule

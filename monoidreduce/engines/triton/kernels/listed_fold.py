@@ -27,7 +27,7 @@ from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import add_unlisted, choose_leaves, find_named_pairs, keep_reductions
 from ..codegen.kernel_spec import Unsupported
 from ..launch import hardware
-from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf
+from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
 from . import large_topk, listed_launch, page_gradients, pair_gradients
 from .fold_kernel import Leaves, describe_numbers, describe_tensor

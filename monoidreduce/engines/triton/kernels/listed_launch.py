@@ -39,7 +39,7 @@ from ..codegen.kernel_text import Kernel
 from ..codegen.reductions import move_factors_to_weight
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels
-from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import (
     KernelPlan,

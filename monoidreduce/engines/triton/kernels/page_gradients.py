@@ -26,7 +26,7 @@ from ...common import bounded_cache
 from ...common.evaluate import Sizes, restore_domain
 from ...common.torch_code import Elementwise
 from ..codegen.kernel_spec import Unsupported
-from ..launch.launch_recipes import FoundAtLaunch, Leaf, Recipe
+from ..launch.replay import FoundAtLaunch, Leaf, Recipe
 from .elementwise import ElementwiseLaunch
 from .lists import Lists, read_lists
 

@@ -2,7 +2,7 @@
 
 A fold becomes one kernel per direction, or several where its accumulators do not fit in registers together; labels that
 no kernel needs are gathered by torch. :class:`PreparedFold` is made once and called many times. :func:`record` runs the
-steps of a whole program once, and says which launches repeat them (``launch/launch_recipes.py``).
+steps of a whole program once, and says which launches repeat them (``launch/replay.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...common.torch_code import BatchArithmetic, Elementwise, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, pad_width
 from ..launch import hardware
 from ..launch.jit_module import compile_ahead, is_collecting, is_loaded
-from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
+from ..launch.replay import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import find_overriding_plan, use_plan
 from . import elementwise, fold_kernel, pick

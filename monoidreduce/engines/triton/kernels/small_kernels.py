@@ -24,7 +24,7 @@ from ...common.evaluate import Allocator, Form
 from ..codegen.kernel_spec import LOG2E, power_of_two
 from ..launch import hardware
 from ..launch.jit_module import Kernels, Relaunch
-from ..launch.launch_recipes import Leaf, Recipe
+from ..launch.replay import Leaf, Recipe
 
 _PARTS = 1024
 _SMALL = 2**20  # bytes of parts that are held until a call is done
