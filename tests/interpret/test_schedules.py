@@ -14,7 +14,7 @@ from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.codegen import compiler, kernel_text
+from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
 from monoidreduce.reductions import softmax
@@ -364,13 +364,13 @@ def test_precisions(monkeypatch):
 
 def test_tiles_are_cut_where_numbers_of_pairs_would_not_fit_in_registers():
     text = "v0 = dot\nv1 = cos(v0)\nv2 = sin(v0)\nsum += v1 * v2\nv3 = dot\nsum += v3"
-    assert kernel_text.count_held(text, {"v0", "v1", "v2", "v3"}) == 2
-    assert kernel_text.count_held(text, set()) == 0
-    widths = kernel_text.BlockWidths(kept=128, kept_blocks=1, folded=128, state=128)
+    assert compiler.count_held(text, {"v0", "v1", "v2", "v3"}) == 2
+    assert compiler.count_held(text, set()) == 0
+    widths = compiler.BlockWidths(kept=128, kept_blocks=1, folded=128, state=128)
     cut = {}
     for held in (3, 4, 100):
-        traits = kernel_text.Traits(held_pairs=held)
-        kernel = kernel_text.Kernel("fold_over_cols", "", (), widths=widths, traits=traits)
+        traits = compiler.Traits(held_pairs=held)
+        kernel = compiler.Kernel("fold_over_cols", "", (), widths=widths, traits=traits)
         cut[held] = kernel_plan.choose_plan(kernel, "cols", 2, copies=True).block_folded
     assert cut == {3: 128, 4: 64, 100: 64}
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text
+from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import accumulators
@@ -518,7 +518,7 @@ def count_shared(case: Case, call: fold_kernel.KernelCall, family: default_tiles
     (arguments,) = re.findall(rf"def {call.kernel.name}\(([^)]*)\)", call.kernel.text)
     given = zip((name.split(":")[0].strip() for name in arguments.split(",")), call.arguments, strict=False)
     boxes = {name: str(box.block_shape) for name, box in given if hasattr(box, "block_shape")}
-    known = dict(zip(kernel_text.CONSTANTS, (call.plan.block_kept, call.plan.block_folded), strict=False))
+    known = dict(zip(compiler.CONSTANTS, (call.plan.block_kept, call.plan.block_folded), strict=False))
     total = 0
     for dtype, shape in re.findall(
         r"allocate_shared_memory\(tl\.(\w+), (\[.*?\](?: \+ [\w.]+)?), [a-zA-Z]", call.kernel.text

@@ -18,9 +18,9 @@ import functools
 from ....program.constructors import is_constant
 from ....program.expression import Expr
 from . import compiler, listed
+from .compiler import Kernel, write_prologue
 from .expressions import ExpressionWriter
 from .kernel_spec import Spec
-from .kernel_text import Kernel, write_prologue
 
 _TILE = [
     "folded_at = start + tl.arange(0, FOLDED)",

@@ -3,7 +3,7 @@
 More of ``device_functions.py``: nobody calls them here, their text is copied into kernels. ``quick_NAME`` stands in
 kernels of 16-bit programs for a ``NAME`` of Triton's, of that file or of a primitive's own; ``native_NAME`` has an
 instruction of NVIDIA's, which the interpreter does not have. Where there is a quick form and no native one, kernels
-take the quick one with native forms inside (``kernel_text.py``). Each is exact to 2⁻¹⁴ of itself, a quarter of
+take the quick one with native forms inside (``compiler.py``). Each is exact to 2⁻¹⁴ of itself, a quarter of
 float16's rounding, or of what ``tests/support/fast_functions.py`` says. Exact forms of the gamma functions compute in
 float64. A function may call those that stand above it, and exact ones.
 """

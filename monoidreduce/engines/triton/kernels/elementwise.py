@@ -19,7 +19,7 @@ from ...common import evaluate
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import Elementwise
-from ..codegen import kernel_text
+from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, pad_width
 from ..launch import jit_module
@@ -94,27 +94,27 @@ class _Lines(ExpressionWriter):
         mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
         text = f"({text}).to(out{k}.dtype.element_ty)" if k in self.cast else text
         if k in self.spec.strided:
-            self.before.append(kernel_text.write_output_base(self.spec, k))
+            self.before.append(compiler.write_output_base(self.spec, k))
             return f"tl.store(out{k}_base + kept_lane[:, None] * out{k}_s + {lane}[None, :], {text}, mask={mask})"
         return f"tl.store(out{k} + {place} * {self.spec.width(e.feature)} + {lane}[None, :], {text}, mask={mask})"
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int, ...] = ()) -> kernel_text.Kernel:
+def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int, ...] = ()) -> compiler.Kernel:
     lines = _Lines(spec)
     lines.cast = cast
     stores = [(lines.write_sum if total else lines.write_store)(k, e) for k, e in enumerate(outputs)]
-    names, unspecialized = kernel_text.list_arguments(spec, list(spec.fold.leaves), 0)
+    names, unspecialized = compiler.list_arguments(spec, list(spec.fold.leaves), 0)
     names = [*(f"out{k}" for k in range(len(outputs))), *names]
-    opening = [line for line in kernel_text.write_prologue(spec) if not line.startswith("folded_lane")]
+    opening = [line for line in compiler.write_prologue(spec) if not line.startswith("folded_lane")]
     body = [*opening, *lines.before, "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT", *stores]
     text = "\n".join(f"    {line}" for line in body)
-    helpers = "\n".join(kernel_text.copy_device_functions(text))
-    constants = [f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS]
+    helpers = "\n".join(compiler.copy_device_functions(text))
+    constants = [f"{c}: tl.constexpr" for c in compiler.CONSTANTS]
     signature = ", ".join([*names, *constants])
     name = "total" if total else "side"
     whole = _TEXT.format(name=name, helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)
-    return kernel_text.Kernel(name, whole, spec.fold.leaves)
+    return compiler.Kernel(name, whole, spec.fold.leaves)
 
 
 _compiled: BoundedCache[tuple, jit_module.Relaunch] = BoundedCache(1024)  # for sides of all lengths

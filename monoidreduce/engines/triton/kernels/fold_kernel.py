@@ -26,7 +26,7 @@ from ....reductions.best import worst
 from ...common import bounded_cache, matmul
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
-from ..codegen import compiler, few_rows, k_loop, kernel_spec, kernel_text, tile_ranges
+from ..codegen import compiler, few_rows, k_loop, kernel_spec, tile_ranges
 from ..codegen.kernel_spec import NARROW, SMALL, WIDEST, Spec, Unsupported, specialize
 from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
@@ -84,7 +84,7 @@ def describe_numbers(numbers: Sequence[Any]) -> tuple:
 class KernelCall:
     """A kernel and all that it is called with."""
 
-    kernel: kernel_text.Kernel
+    kernel: compiler.Kernel
     plan: KernelPlan
     grid: int
     arguments: tuple[Any, ...]
@@ -97,10 +97,10 @@ class KernelCall:
         """The values of ``kernel_text.CONSTANTS``, which are fixed when the kernel is compiled."""
         kind = module.tl.int64 if self.wide else module.tl.int32
         given = (self.plan.block_kept, self.plan.block_folded, kind, self.precision, self.ragged)
-        return dict(zip(kernel_text.CONSTANTS, given, strict=True))
+        return dict(zip(compiler.CONSTANTS, given, strict=True))
 
 
-def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, int]:
+def compiler_options(kernel: compiler.Kernel, plan: KernelPlan) -> dict[str, int]:
     """Compiler options of a kernel besides warps and stages: a limit on registers per thread.
 
     A softmax over narrow vectors in small tiles runs four program instances per multiprocessor as long as a thread has
@@ -314,7 +314,7 @@ class FoldLaunch:
             tile = self._choose_hand_scheduled(spec, self.count)
         self.plan = plan or choose_plan(plain, self.over, item, family, copies, self.lengths[0], tile)
 
-    def _compile_plain(self) -> kernel_text.Kernel:
+    def _compile_plain(self) -> compiler.Kernel:
         """The kernel without splits and descriptors: what it holds is what tiles are chosen by."""
         return compiler.compile_fold(specialize(self.spec, split=False, descriptors=()))
 
@@ -394,7 +394,7 @@ class FoldLaunch:
             spec, device, count * length, even
         )
 
-    def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
+    def _write_hand_scheduled(self) -> compiler.Kernel | None:
         """The hand-scheduled kernel of the plan; None where there is none."""
         if self.spec.k_loop:
             return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)

@@ -22,7 +22,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common.evaluate import Allocator, Form
-from ..codegen import kernel_text
+from ..codegen import compiler
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..codegen.reductions import find_plain_sum, list_factors
 from ..launch import descriptors, hardware
@@ -137,7 +137,7 @@ class JointLaunch(FoldLaunch):
         enough = _keeps_busy(self, count, self.schedule)
         return (KEPT, self.schedule.rows, 4, 2) if enough and joint_gradients.write_kernel(spec) is not None else None
 
-    def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
+    def _write_hand_scheduled(self) -> compiler.Kernel | None:
         return joint_gradients.write_kernel(self.spec)
 
     def _write_kernel(self, leaves: Leaves) -> None:

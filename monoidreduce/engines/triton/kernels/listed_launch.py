@@ -32,10 +32,10 @@ from ....reductions import FastForm, all_have, kind_of, outputs_of
 from ...common.combine import split
 from ...common.evaluate import Form, Sizes, result_form
 from ..codegen import compiler, few_rows, listed
+from ..codegen.compiler import Kernel
 from ..codegen.few_rows import FewRows, is_shared
 from ..codegen.histogram import compile_listed_histogram
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported, pad_width
-from ..codegen.kernel_text import Kernel
 from ..codegen.reductions import move_factors_to_weight
 from ..launch import descriptors, hardware
 from ..launch.jit_module import Kernels

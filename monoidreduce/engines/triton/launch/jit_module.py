@@ -30,7 +30,7 @@ from ....plan import disk, settings
 from ....plan.cache import KERNELS
 from ...common.bounded_cache import BoundedCache
 from ...common.torch_code import run_text
-from ..codegen.kernel_text import IMPORTS, copy_device_functions
+from ..codegen.compiler import IMPORTS, copy_device_functions
 from . import descriptors, hardware
 
 

@@ -22,7 +22,7 @@ from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...common.evaluate import Sizes
 from ...panel.panel_program import PanelLoop
-from ..codegen import kernel_text
+from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors, hardware
@@ -51,7 +51,7 @@ from .row_kernel import RowValues, fuse_stages, list_arguments, shift_indices, s
 @functools.lru_cache(maxsize=1024)
 def write_pingpong_kernel(
     name: str, epilogue: Epilogue, spec: Spec, masked: bool, wide: bool = False
-) -> kernel_text.Kernel | None:
+) -> compiler.Kernel | None:
     """Write one of the kernels; None where it reads scalars per column, for which there are no registers, where
     features are too many, or where Gluon lacks an operation or would need its layout.
 
@@ -214,7 +214,7 @@ class EpilogueGemm:
 class _Written(NamedTuple):
     """A kernel, whatever the number of rows."""
 
-    kernel: kernel_text.Kernel
+    kernel: compiler.Kernel
     copied: tuple[tuple[Expr, int], ...]  # by tensor descriptors: leaves, and how many vectors a block has
     compiled: row_kernel.Compiled
 

@@ -30,7 +30,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, topological
 from ....reductions import kind_of
 from ....reductions.softmax import SoftmaxLines
-from ..codegen import k_loop, kernel_text
+from ..codegen import compiler, k_loop
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import LOG2E, Spec, literal
 from ..codegen.reductions import TOOLS, LabelColumnWriter
@@ -80,7 +80,7 @@ class _TileSoft(SoftmaxLines):
 
 
 @functools.lru_cache(maxsize=1024)
-def write_kernel(name: str, epilogue: Epilogue, spec: Spec, masked: bool) -> kernel_text.Kernel:
+def write_kernel(name: str, epilogue: Epilogue, spec: Spec, masked: bool) -> compiler.Kernel:
     """Write one of the kernels; ``masked``: whether tiles may reach beyond the last column."""
     v = RowValues(spec)
     v.loop(masked)

@@ -25,8 +25,8 @@ from ....plan.schedule import (
     Family,
     Tile,
 )
+from ..codegen.compiler import Kernel
 from ..codegen.kernel_spec import pad_width
-from ..codegen.kernel_text import Kernel
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
 WAVES = 4  # program instances of few kept indices, at most, that a multiprocessor has because of splits

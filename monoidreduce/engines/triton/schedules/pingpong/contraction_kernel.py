@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ...codegen import kernel_text
+from ...codegen import compiler
 from .. import gluon_parts as gluon
 from .gemm_fold import ORDER_INIT
 
@@ -114,7 +114,7 @@ def consumer(
 
 
 @functools.cache
-def write_kernel(narrow: str, over: str, add: bool) -> kernel_text.Kernel:
+def write_kernel(narrow: str, over: str, add: bool) -> compiler.Kernel:
     """Write the kernel. ``narrow``: the type of all tensors; ``over``: "cols" where weights lie kept index by kept
     index, "rows" where they lie folded index by folded index; ``add``: whether results are added to ``out``."""
     s, dtype = SCHEDULE, f"tl.{narrow}"
@@ -172,9 +172,9 @@ def write_kernel(narrow: str, over: str, add: bool) -> kernel_text.Kernel:
         ),
     )
     title = f'"""Sums of {narrow} vectors with weights, over {over}."""\n\n'
-    helpers = gluon.in_gluon(kernel_text.copy_device_functions(body))
+    helpers = gluon.in_gluon(compiler.copy_device_functions(body))
     text = title + "\n".join([gluon.STORE_IMPORTS, *helpers, body])
-    return kernel_text.Kernel(name, text, (), hand_scheduled=True, consumers=2)
+    return compiler.Kernel(name, text, (), hand_scheduled=True, consumers=2)
 
 
 def _write_slot(piece: int) -> str:

@@ -18,7 +18,7 @@ from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.base import Lines
 from .....reductions.pick import PickLines
-from ...codegen import compiler, k_loop, kernel_text, tile_ranges
+from ...codegen import compiler, k_loop, tile_ranges
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import WIDEST, Spec
 from ...codegen.reductions import make_lines
@@ -230,12 +230,12 @@ def consumer(
 def write_gemm(
     writes: bool,
     wide: bool,
-    plain: kernel_text.Kernel,
+    plain: compiler.Kernel,
     spec: Spec,
     operands: tuple[Expr, Expr],
     signature: tuple[list[str], list[str]],
     lines: Mapping[str, Sequence[str]],
-) -> kernel_text.Kernel | None:
+) -> compiler.Kernel | None:
     """A GEMM that folds its pairs, or ``writes`` weights made of them, in place of another rendering (``plain``); None
     where Gluon lacks a word of it.
 
@@ -414,7 +414,7 @@ def has_tile(plan: KernelPlan) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
+def write_kernel(spec: Spec, wide: bool = False) -> compiler.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``wide``: in wide tiles, with one argument more, a descriptor of the blocks of extra folded indices."""
@@ -431,7 +431,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     reductions = [make_lines(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     whole, cut = (_write_epilogue(v, reductions, wide, masked) for masked in (False, True))
     v.loop(False)
-    stores = kernel_text.write_stores(reductions, v)
+    stores = compiler.write_stores(reductions, v)
     begin = _add_row_layout([line for r in reductions for line in r.start()])
     lines = {
         "opening": _write_opening(spec),
@@ -443,7 +443,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     }
     if plain.shifts or any(r.helpers for r in reductions):
         return None
-    signature = kernel_text.list_arguments(spec, list(plain.leaves), 0)
+    signature = compiler.list_arguments(spec, list(plain.leaves), 0)
     return write_gemm(False, wide, plain, spec, (kept, folded), signature, lines)
 
 
@@ -462,10 +462,10 @@ def _has_folded_numbers(spec: Spec) -> bool:
 def _write_epilogue(v: _PairValues, reductions: list[Lines], wide: bool, masked: bool) -> list[str]:
     """What is done to a tile: labels first, in strips that hold any, so that scores can be let go after them."""
     picks = [r for r in reductions if isinstance(r, PickLines)]
-    lines = _add_row_layout(kernel_text.write_tile_body(v, [r for r in reductions if r not in picks], {}, masked))
+    lines = _add_row_layout(compiler.write_tile_body(v, [r for r in reductions if r not in picks], {}, masked))
     found = fold_strips(lines, wide, masked)
     for pick in picks:
-        lines = _add_row_layout(kernel_text.write_tile_body(v, [pick], {}, False))  # no label lies beyond the end
+        lines = _add_row_layout(compiler.write_tile_body(v, [pick], {}, False))  # no label lies beyond the end
         found = pick_labels(v.own_place(pick.reduction.args[0]), lines, wide) + found
     return found
 

@@ -23,7 +23,7 @@ from .....program.constructors import ONE, contractions
 from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.softmax import SoftmaxLines
-from ...codegen import compiler, kernel_spec, kernel_text, listed
+from ...codegen import compiler, kernel_spec, listed
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type, literal
 from ...codegen.lookups import has_bands, write_look_up_band
@@ -154,7 +154,7 @@ def _find_staging_slices(queries: Slices, values: Slices) -> Slices:
     return tuple(found)
 
 
-def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool, aligned: bool) -> kernel_text.Kernel | None:
+def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool, aligned: bool) -> compiler.Kernel | None:
     """The kernel of a spec with a plan's tile; None where there is none."""
     schedule = find_schedule(spec, (plan.block_kept, plan.block_folded, plan.num_warps, plan.num_stages))
     return None if schedule is None else write_kernel(spec, schedule, even, aligned)
@@ -163,7 +163,7 @@ def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool, aligned: boo
 @functools.lru_cache(maxsize=1024)
 def write_kernel(
     spec: Spec, schedule: AttentionSchedule | None = None, even: bool = True, aligned: bool = True
-) -> kernel_text.Kernel | None:
+) -> compiler.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether there is an even number of columns, so that dropout can take two at once; ``aligned``: whether one
@@ -178,7 +178,7 @@ def write_kernel(
     text = _Text(spec, schedule, operands, even, aligned)
     if text.ends and text.means:  # numbers beyond the end of a list are not cleared
         return None
-    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
+    names, unspecialized = compiler.list_arguments(spec, list(plain.leaves), 0)
     names += COEFFICIENTS if text.softcap else ()
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
@@ -519,7 +519,7 @@ class _Text:
         logit, value, *more = (substitute_truths(a, truths) for a in soft.reduction.args)
         if soft.guessing and first:
             soft.guess((logit,))
-        v.inside.append(f"# {kernel_text.describe_reduction(soft.reduction)}")
+        v.inside.append(f"# {compiler.describe_reduction(soft.reduction)}")
         form.write_weights() if form else soft.weigh(logit)
         (c,) = contractions(value, soft.over)
         weight = move_factors_to_weight(c).weight

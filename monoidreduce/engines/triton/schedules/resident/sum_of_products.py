@@ -19,7 +19,7 @@ import torch
 from .....plan.schedule import Tile
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_spec, kernel_text
+from ...codegen import compiler, kernel_spec
 from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec, literal
 from ...codegen.lookups import has_bands, write_look_up_band
@@ -82,14 +82,14 @@ def has_tile(plan: KernelPlan) -> bool:
     return kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
 
 
-def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:
+def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> compiler.Kernel | None:
     """The kernel of a spec with a plan's tile; None where it has none, or with another tile."""
     work = divide_work(spec)
     return write_kernel(spec, even) if work and plan.block_kept == count_kept(work) else None
 
 
 @functools.lru_cache(maxsize=1024)
-def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
+def write_kernel(spec: Spec, even: bool = True) -> compiler.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether there is an even number of columns, so that dropout can take two at once."""
@@ -106,7 +106,7 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
         return single_warpgroup.write_kernel(spec, work[0], plain, even)
     if plain.shifts and (spec.shift_descriptors or len(work) == 1):
         return None
-    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
+    names, unspecialized = compiler.list_arguments(spec, list(plain.leaves), len(plain.shifts))
     text = _KernelText(spec, work, names, plain.shifts, even)
     groups = [_ConsumerText(text, k).write() for k in range(len(work))]
     generated = [line for _, lines in groups for line in lines]
