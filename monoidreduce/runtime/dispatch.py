@@ -373,7 +373,7 @@ def _keeps_exact(p: Pass, needed: frozenset[str], letters: tuple, device: torch.
     fold, features = p.fold, {letter: triton.WIDEST + wide for letter, wide in letters}
     if any(r.attrs[0] == "soft" and any(a.feature is not None for a in r.args[1:]) for r in fold.reductions):
         return True  # such a forward never rounds its logits, so its gradients may not either
-    if not triton.k_loop.takes_fold(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
+    if not triton.takes_k_loop(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
         return False
     pairs = zip(fold.leaves, p.feeds, strict=True)
     wanted = tuple(e.dtype == "float" and _may_need_gradient(feed, needed) for e, feed in pairs)

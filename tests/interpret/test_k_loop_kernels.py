@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.codegen import k_loop, random_functions
+from monoidreduce.engines.triton.codegen import kernel_spec, random_functions
 from monoidreduce.engines.triton.codegen.kernel_spec import Spec
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import kernel_plan
@@ -161,7 +161,7 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
     def first(x: mr.Row["d"], w: mr.Col["d"]):
         return mr.argmax(x @ w)
 
-    assert k_loop.rounds_products(spec(total, x, x)) and not k_loop.rounds_products(spec(first, x, x))
+    assert kernel_spec.rounds_products(spec(total, x, x)) and not kernel_spec.rounds_products(spec(first, x, x))
 
 
 SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
@@ -192,13 +192,13 @@ def test_kept_tiles_that_run_together_leave_room_in_the_cache():
     one, other = (Spec(*_given(width), k_loop=True) for width in (512, 1024))
     many = 2**20
     assert (
-        k_loop.count_concurrent_tiles(one, 128, many)
-        == 2 * k_loop.count_concurrent_tiles(one, 256, many)
-        == 4 * k_loop.count_concurrent_tiles(other, 256, many)
+        kernel_spec.count_concurrent_tiles(one, 128, many)
+        == 2 * kernel_spec.count_concurrent_tiles(one, 256, many)
+        == 4 * kernel_spec.count_concurrent_tiles(other, 256, many)
         > 0
     )
-    assert k_loop.count_concurrent_tiles(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
-    assert k_loop.count_concurrent_tiles(Spec(*_given(2**24), k_loop=True), 128, many) == 1
+    assert kernel_spec.count_concurrent_tiles(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
+    assert kernel_spec.count_concurrent_tiles(Spec(*_given(2**24), k_loop=True), 128, many) == 1
 
 
 def _given(width):
@@ -216,8 +216,8 @@ def test_parts_of_a_few_tiles_at_a_time(few, seed, monkeypatch):
     """The same numbers in whatever order program instances run, the last few tiles being fewer."""
     rows = 67 + few  # a launch of its own for each
     x, w = vectors(rows, 130, 300, seed)
-    monkeypatch.setattr(k_loop, "_NEAR", few * 16 * 300 * 2)
-    monkeypatch.setattr(k_loop, "_FITS", 0)
+    monkeypatch.setattr(kernel_spec, "_NEAR", few * 16 * 300 * 2)
+    monkeypatch.setattr(kernel_spec, "_FITS", 0)
     label = torch.arange(rows)
     with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, splits=3)}):
         loss, best, _ = head(x, w, label, torch.zeros(130).half())

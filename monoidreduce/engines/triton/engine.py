@@ -23,8 +23,7 @@ from ..common.bounded_cache import BoundedCache
 from ..common.evaluate import Sizes
 from ..common.torch_code import Elementwise
 from . import describe_leaves, prepared_folds
-from .codegen import k_loop
-from .codegen.kernel_spec import TINY, WIDEST, Unsupported
+from .codegen.kernel_spec import TINY, WIDEST, Unsupported, takes_k_loop
 from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, small_kernels, topk, user_kernels
 from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
@@ -67,7 +66,6 @@ __all__ = [
     "gather_labels",
     "hardware",
     "is_k_loop_fold",
-    "k_loop",
     "large_topk",
     "list_sources",
     "list_tiles",
@@ -87,6 +85,7 @@ __all__ = [
     "skip_launches",
     "small_kernels",
     "sums_batch",
+    "takes_k_loop",
     "topk",
     "use_plan",
     "user_kernels",
@@ -123,7 +122,7 @@ def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     pairs = zip(fold.leaves, leaves, strict=True)
     vectors = {e: v for e, v in pairs if e.feature is not None and e not in fold.tables}
     narrow = spec_from_tensors.narrow_type(vectors, sizes) is not None
-    return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow)
+    return takes_k_loop(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow)
 
 
 def run_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:

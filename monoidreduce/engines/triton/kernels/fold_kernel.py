@@ -26,8 +26,18 @@ from ....reductions.best import worst
 from ...common import bounded_cache, matmul
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
-from ..codegen import compiler, few_rows, k_loop, kernel_spec, tile_ranges
-from ..codegen.kernel_spec import NARROW, SMALL, WIDEST, Spec, Unsupported, specialize
+from ..codegen import compiler, few_rows, kernel_spec, tile_ranges
+from ..codegen.kernel_spec import (
+    K_LOOP_DEPTH,
+    NARROW,
+    SMALL,
+    WIDEST,
+    Spec,
+    Unsupported,
+    count_concurrent_tiles,
+    list_k_loop_operands,
+    specialize,
+)
 from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
 from ..launch import descriptors, hardware, jit_module
@@ -324,7 +334,7 @@ class FoldLaunch:
             self.copied = ()
             if hardware.has_descriptors(self.sizes.device):
                 vectors = self._compile_plain().folded
-                vectors += tuple(k_loop.list_operands(self.spec)) if self.spec.k_loop else ()
+                vectors += tuple(list_k_loop_operands(self.spec)) if self.spec.k_loop else ()
                 self.copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
         return self.copied
 
@@ -336,7 +346,7 @@ class FoldLaunch:
         """Into how many splits the folded axis is cut, and so how many program instances run."""
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         spec, kept = self.spec, self.blocks[0]
-        self.beside = k_loop.count_concurrent_tiles(spec, kept, self.lengths[0]) if spec.k_loop else 0
+        self.beside = count_concurrent_tiles(spec, kept, self.lengths[0]) if spec.k_loop else 0
         processors = hardware.count_processors(self.sizes.device)
         self.splits = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.splits
@@ -468,7 +478,7 @@ class FoldLaunch:
             self.shift_descriptor = descriptors.make_shift_descriptor(*form)
         copied = [(e, block) for e in spec.descriptor_dims if e in self.kernel.leaves for block in self._list_blocks(e)]
         if self.kernel.hand_scheduled and spec.k_loop and self.blocks[1] > TILE:
-            copied.append((next(e for e in k_loop.list_operands(spec) if spec.folds(e)), (EXTRA, k_loop.DEPTH)))
+            copied.append((next(e for e in list_k_loop_operands(spec) if spec.folds(e)), (EXTRA, K_LOOP_DEPTH)))
         make = functools.partial(descriptors.make_descriptor, with_layout=self.kernel.hand_scheduled)
         self.descriptors = [(place(e), make(values[e], spec.descriptor_dims[e], block)) for e, block in copied]
         self.call_options: dict[str, Any] = dict(
@@ -485,7 +495,7 @@ class FoldLaunch:
         length = min(length, TILE) if self.kernel.hand_scheduled and self.spec.k_loop else length
         if e is self.kernel.transposed:
             return [(size, length) for _, size in self.spec.descriptor_slices(e)]
-        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.descriptor_slices(e)]
+        return [(length, K_LOOP_DEPTH if width > WIDEST else size) for _, size in self.spec.descriptor_slices(e)]
 
     def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;

@@ -30,9 +30,9 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, topological
 from ....reductions import kind_of
 from ....reductions.softmax import SoftmaxLines
-from ..codegen import compiler, k_loop
-from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import LOG2E, Spec, literal
+from ..codegen import compiler
+from ..codegen.expressions import ExpressionWriter, product_key, write_dot, write_rounding
+from ..codegen.kernel_spec import K_LOOP_DEPTH, LOG2E, Spec, literal, rounds_products
 from ..codegen.reductions import TOOLS, LabelColumnWriter
 from .row_factor import FactoredWeight, LabelTerm
 from .row_kernel import RowValues, assemble_kernel
@@ -150,7 +150,7 @@ def _write_tiles(
     """Every tile's K loop, and its epilogue by halves: ``weigh`` computes one, ``store`` writes it. Scalars of rows are
     read first."""
     name = v.inner[_make_product_key(epilogue)]
-    rounding = k_loop.write_rounding(name) if k_loop.rounds_products(v.spec) else None  # halves are rounded instead
+    rounding = write_rounding(name) if rounds_products(v.spec) else None  # halves are rounded instead
     product_lines = [line for line in product_lines if line != rounding]
     lines = [*v.inside, f"scores0, scores1 = halved({name})", *write_strips(v, epilogue, weigh, store)]
     return _loop_over_tiles([*v.before, *product_lines, *lines], not has_column_scalars(v.spec))
@@ -184,7 +184,7 @@ def write_strips(
             f"start = turn * FOLDED + {k} * HALF",
             *places,
             *(["half_in = half_at < folded_size"] if v.masked else []),
-            *([k_loop.write_rounding(f"scores{k}")] if k_loop.rounds_products(v.spec) else []),
+            *([write_rounding(f"scores{k}")] if rounds_products(v.spec) else []),
             *(_IN_HALF.sub(lambda m: _NAMES[m[0]], line) for line in v.inside),
             *filter(None, [store.format(weight)]),
         ]
@@ -192,7 +192,7 @@ def write_strips(
 
 
 def _make_product_key(epilogue: Epilogue) -> tuple:
-    return k_loop.product_key(*find_operands(find_product(epilogue)))
+    return product_key(*find_operands(find_product(epilogue)))
 
 
 _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", "folded_in": "half_in"}
@@ -400,9 +400,9 @@ def _multiply_on_diagonal(v: ExpressionWriter, epilogue: Epilogue, at_label: Lab
         f"own = {at_label.place}",
         "taken = tl.zeros([KEPT, KEPT], tl.float32)",
     ]
-    lines += [*_loop_over_features(v, epilogue, str(k_loop.DEPTH)), f"    {k_loop.write_dot('taken', ['x', 'y'])}"]
+    lines += [*_loop_over_features(v, epilogue, str(K_LOOP_DEPTH)), f"    {write_dot('taken', ['x', 'y'])}"]
     lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
-    return lines + ([k_loop.write_rounding("product")] if k_loop.rounds_products(v.spec) else [])
+    return lines + ([write_rounding("product")] if rounds_products(v.spec) else [])
 
 
 def _loop_over_features(v: ExpressionWriter, epilogue: Epilogue, some: str) -> list[str]:

@@ -26,9 +26,9 @@ from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
 from ...panel.panel_program import PanelLoop, Stage, group_by_reduction
-from ..codegen import compiler, k_loop
+from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec, Unsupported, power_of_two
+from ..codegen.kernel_spec import K_LOOP_DEPTH, Spec, Unsupported, power_of_two
 from ..codegen.reductions import make_row_lines
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
@@ -454,7 +454,7 @@ class PreparedKernel:
         arguments += [*self.lengths, self.tiles]
         if self.copied:
             make = functools.partial(descriptors.make_descriptor, dims=(), with_layout=self.kernel.hand_scheduled)
-            self.templates = self.templates or [make(values[e], block=(n, k_loop.DEPTH)) for e, n in self.copied]
+            self.templates = self.templates or [make(values[e], block=(n, K_LOOP_DEPTH)) for e, n in self.copied]
             arguments += [
                 descriptors.replace_base(one, values[e])
                 for one, (e, _) in zip(self.templates, self.copied, strict=True)

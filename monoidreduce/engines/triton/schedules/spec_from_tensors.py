@@ -46,8 +46,17 @@ from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..codegen import k_loop, kernel_spec, tile_ranges
-from ..codegen.kernel_spec import TINY, WIDEST, ClosePairs, Spec, pad_width, pair_vector_leaves, specialize
+from ..codegen import kernel_spec, tile_ranges
+from ..codegen.kernel_spec import (
+    TINY,
+    WIDEST,
+    ClosePairs,
+    Spec,
+    pad_width,
+    pair_vector_leaves,
+    specialize,
+    takes_k_loop,
+)
 from ..codegen.reductions import move_factors_to_weight
 from ..launch import hardware
 from ..launch.jit_module import Kernels
@@ -92,7 +101,7 @@ def describe_fold(
     vectors = {e: values[e] for e in used}
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
-    wide = widest > WIDEST and k_loop.takes_fold(fold, widest, narrow is not None)
+    wide = widest > WIDEST and takes_k_loop(fold, widest, narrow is not None)
     conditions = kernel_spec.whole_tile_conditions(fold)
     shortest = _SHORT_MASKED if conditions and not condition_leaves(fold) else _SHORT
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)

@@ -18,9 +18,9 @@ from .....program.expression import Expr, topological
 from .....program.several import OF_VECTORS
 from .....reductions.base import Lines
 from .....reductions.pick import PickLines
-from ...codegen import compiler, k_loop, tile_ranges
-from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import WIDEST, Spec
+from ...codegen import compiler, tile_ranges
+from ...codegen.expressions import ExpressionWriter, write_rounding
+from ...codegen.kernel_spec import K_LOOP_DEPTH, WIDEST, Spec, list_k_loop_operands, rounds_products
 from ...codegen.reductions import make_lines
 from ...launch import hardware
 from .. import gluon_parts as gluon
@@ -71,7 +71,7 @@ class GemmSchedule:
     @property
     def shared_bytes(self) -> int:
         """All that a kernel takes: the ring of 16-bit blocks, what each consumer stores through, and barriers."""
-        ring = self.stages * (TILE + self.folded) * k_loop.DEPTH
+        ring = self.stages * (TILE + self.folded) * K_LOOP_DEPTH
         return 2 * ring + (2 * 2 * TILE * EXTRA if self.writes else 0) + gluon.SPARE_BYTES
 
 
@@ -248,14 +248,14 @@ def write_gemm(
     extra = ["extra_ring"] if wide else []
     partitions = gluon.Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
     narrow, (kept, folded) = f"tl.{spec.narrow}", map(leaf_name, operands)
-    blocks = -(-spec.width(operands[0].feature) // k_loop.DEPTH)
+    blocks = -(-spec.width(operands[0].feature) // K_LOOP_DEPTH)
     holes: dict[str, str | int] = {
         "kept": kept,
         "folded": folded,
         "tile": TILE,
         "half": EXTRA,
         "strip": EXTRA if wide else TILE,
-        "depth": k_loop.DEPTH,
+        "depth": K_LOOP_DEPTH,
         "blocks": blocks,
         "stages": stages,
     }
@@ -302,7 +302,7 @@ def _fill_tile_holes(wide: bool, blocks: int) -> dict[str, str | list[str]]:
     rings = f"kept_ring, folded_ring, {extra_ring}full, empty, order"
     extra = {
         "copy_extra": [
-            f"copy(extra_box, [col + {TILE}, d * {k_loop.DEPTH}], full.index(slot), extra_ring.index(slot))",
+            f"copy(extra_box, [col + {TILE}, d * {K_LOOP_DEPTH}], full.index(slot), extra_ring.index(slot))",
         ],
         "multiply_extra": [
             "block = extra_ring.index(slot).permute((1, 0))",
@@ -404,7 +404,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
 
 def _prefers_wide_tiles(spec: Spec) -> bool:
     """True when a fold is faster in wide tiles. They have no registers for numbers per folded index."""
-    many = all(spec.width(e.feature) > _NARROW_FEATURES for e in k_loop.list_operands(spec))
+    many = all(spec.width(e.feature) > _NARROW_FEATURES for e in list_k_loop_operands(spec))
     return many and not _has_folded_numbers(spec) and hardware.has_registers_for_wide_tiles()
 
 
@@ -479,8 +479,8 @@ class _PairValues(ExpressionWriter):
     """Numbers of pairs whose product the K loop made."""
 
     def product(self, x: object, y: object) -> str:
-        if k_loop.rounds_products(self.spec):
-            self.inside.append(k_loop.write_rounding("pairs"))
+        if rounds_products(self.spec):
+            self.inside.append(write_rounding("pairs"))
         return "pairs"
 
     def own_place(self, target: Expr) -> str:
