@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.codegen import kernel_spec, random_functions
+from monoidreduce.engines.triton.codegen import kernel_spec, special_functions
 from monoidreduce.engines.triton.codegen.kernel_spec import Spec
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import kernel_plan
@@ -101,10 +101,10 @@ def test_a_gpu_s_gumbel_numbers(monkeypatch):
     words = torch.cat([torch.arange(1000), 2**32 - 1 - torch.arange(1000), torch.arange(0, 2**32, 20011)])
     near_one = torch.arange(*torch.tensor([0.99, 1.0]).view(torch.int32).tolist(), dtype=torch.int32)
     u = torch.cat([words.float() * 2.0**-32 + 2.0**-33, near_one.view(torch.float32)])
-    monkeypatch.setattr(random_functions, "tl", torch)
-    monkeypatch.setattr(random_functions, "native_normal_log2", torch.log2)
-    monkeypatch.setattr(random_functions, "lot", lambda *place: u)
-    got = random_functions.native_gumbel(0, 0, 0, 0, torch.float32).double()
+    monkeypatch.setattr(special_functions, "tl", torch)
+    monkeypatch.setattr(special_functions, "native_normal_log2", torch.log2)
+    monkeypatch.setattr(special_functions, "lot", lambda *place: u)
+    got = special_functions.native_gumbel(0, 0, 0, 0, torch.float32).double()
     exact = -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24).double()))
     off = (got - exact).abs()
     assert u.max() == 1 and got.isfinite().all()

@@ -27,7 +27,7 @@ from ....program.expression import Expr, are_several, letters, topological
 from ....reductions import outputs_of
 from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLines
-from . import device_functions, few_rows, kernel_spec, listed, random_functions, special_functions, tile_ranges
+from . import device_functions, few_rows, kernel_spec, listed, special_functions, tile_ranges
 from .expressions import ExpressionWriter, product_key, write_product
 from .kernel_spec import TINY, WIDEST, LoopBodies, Spec, list_k_loop_operands, name_descriptor, pad_width
 from .reductions import is_stored, make_lines, substitute_truths
@@ -650,10 +650,10 @@ def count_held(text: str, names: set[str]) -> int:
 
 @functools.cache
 def device_function_sources() -> dict[str, str]:
-    """The functions of ``device_functions.py`` and the two files beside it, by name, in their order; a quick form
+    """The functions of ``device_functions.py`` and ``special_functions.py``, by name, in their order; a quick form
     without a native one is followed by the same function with native forms inside."""
     written: dict[str, str] = {}
-    for module in (device_functions, special_functions, random_functions):
+    for module in (device_functions, special_functions):
         source = inspect.getsource(module)
         lines = source.split("\n")
         functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]

@@ -36,7 +36,7 @@ from ....program.expression import Expr, are_several, const, letters, topologica
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ....program.several import DOTS
-from . import lookups, random_functions, special_functions
+from . import lookups, special_functions
 from .kernel_spec import (
     BITS,
     EIGHT_BITS,
@@ -63,8 +63,7 @@ _TYPED = (  # need typed constants
 )  # fmt: skip
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
 # Functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
-_NAMED = (*vars(special_functions), *vars(random_functions))
-_FAST = (name.removeprefix("quick_") for name in _NAMED if name.startswith("quick_"))
+_FAST = (name.removeprefix("quick_") for name in vars(special_functions) if name.startswith("quick_"))
 _QUICK = re.compile(rf"(?<![\w.])(?:tl\.)?({'|'.join(_FAST)})\(")
 _SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
