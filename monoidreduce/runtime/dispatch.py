@@ -353,7 +353,7 @@ def mark_exact_folds(program: Lowered, needed: frozenset[str], sizes: Sizes) -> 
     if not settings.kernels_run_on(sizes.device):
         return program
     letters = {letter: sizes.of(letter) > triton.WIDEST for p in program.passes for letter in p.fold.letters}
-    if not any(letters.values()) or not triton.hardware.has_fast_epilogues(sizes.device):
+    if not any(letters.values()) or not triton.driver.has_fast_epilogues(sizes.device):
         return program
     given = (needed, tuple(letters.items()), sizes.device, sizes.compute)
     return _mark_passes(program, tuple(_keeps_exact(p, *given) for p in program.passes))

@@ -28,7 +28,7 @@ from monoidreduce import Col, Row
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.engines.triton.panel import accumulators
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
 from monoidreduce.engines.triton.schedules.resident import attention as hand_scheduled
@@ -534,7 +534,7 @@ def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compi
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    module = jit_module.load_module(call.kernel.text, call.kernel.functions)
+    module = driver.load_module(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
     constants = call.constants(module)
     signature, attributes = {}, {}

@@ -13,7 +13,7 @@ from unittest import mock
 
 from monoidreduce.engines.triton.kernels import large_topk, pick, point_search, small_kernels
 from monoidreduce.engines.triton.kernels import topk as strips
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.reductions.base import split_blocks
 from tests.support.aot_compile import _assembled, _counted
 
@@ -90,7 +90,7 @@ def compiled(text, name, signature, constants, warps, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, constants = getattr(jit_module.load_module(text), name), dict(constants)
+    function, constants = getattr(driver.load_module(text), name), dict(constants)
     signature = {n: signature.get(n, "constexpr") for n in function.arg_names}
     ast, said = ASTSource(function, signature, constants), io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):

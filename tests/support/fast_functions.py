@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.program.primitives import PRIMITIVES
 
 BOUND = 2.0**-14
@@ -105,7 +105,7 @@ def run(form: str, device: str) -> dict[str, torch.Tensor]:
     for name, text in texts.items():
         a, b = of_two if name in OF_TWO else (x, x)
         out = torch.empty_like(a)
-        jit_module.load_module(write_kernel(text, 8192)).apply[(-(-len(a) // 8192),)](out, a, b, len(a))
+        driver.load_module(write_kernel(text, 8192)).apply[(-(-len(a) // 8192),)](out, a, b, len(a))
         found[name] = out.cpu()
     return found
 

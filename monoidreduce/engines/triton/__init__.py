@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .launch.hardware import start_triton  # noqa: F401
+from .launch import start_triton  # noqa: F401
 
 if TYPE_CHECKING:
     from .engine import *  # noqa: F403

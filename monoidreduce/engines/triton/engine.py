@@ -28,8 +28,8 @@ from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, s
 from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import FoldSavingResults, PreparedFold, check_device, gather_labels, merge_batches, record
-from .launch import hardware, jit_module
-from .launch.jit_module import compile_ahead, compile_only, skip_launches, watch_resources
+from .launch import driver
+from .launch.driver import compile_ahead, compile_only, skip_launches, watch_resources
 from .launch.replay import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches, ReplayNames, ReplayViews
 from .panel import epilogue
 from .panel.arena import MemoryPlan
@@ -61,10 +61,10 @@ __all__ = [
     "compile_ahead",
     "compile_only",
     "describe_numbers",
+    "driver",
     "elementwise",
     "epilogue",
     "gather_labels",
-    "hardware",
     "is_k_loop_fold",
     "large_topk",
     "list_sources",
@@ -155,7 +155,7 @@ def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[i
 def list_sources(fold: Fold) -> list[Path]:
     """The files of the kernels that were generated for a fold so far."""
     made = [one for ready in prepared_folds().values() if ready.fold is fold for one in ready.launches]
-    return list(dict.fromkeys(jit_module.write_text(one.kernel.text) for one in made))
+    return list(dict.fromkeys(driver.write_text(one.kernel.text) for one in made))
 
 
 def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
@@ -233,4 +233,4 @@ def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
     call, 1 where it is summed."""
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
-    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * hardware.count_processors(sizes.device)
+    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * driver.count_processors(sizes.device)

@@ -22,7 +22,7 @@ from ...common.torch_code import Elementwise
 from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, pad_width
-from ..launch import jit_module
+from ..launch import driver
 from ..launch.replay import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
@@ -117,7 +117,7 @@ def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int,
     return compiler.Kernel(name, whole, spec.fold.leaves)
 
 
-_compiled: BoundedCache[tuple, jit_module.Relaunch] = BoundedCache(1024)  # for sides of all lengths
+_compiled: BoundedCache[tuple, driver.Relaunch] = BoundedCache(1024)  # for sides of all lengths
 
 
 class ElementwiseLaunch:
@@ -199,8 +199,8 @@ class ElementwiseLaunch:
             relaunch(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
             given = (*outputs, *arguments)
-            key = (self.kernel.text, self.plan, self.call_options["device"], *jit_module.specialize(given))
-            relaunch = jit_module.launch_on_grid(_compiled.get(key), self.grid, given)
+            key = (self.kernel.text, self.plan, self.call_options["device"], *driver.specialize(given))
+            relaunch = driver.launch_on_grid(_compiled.get(key), self.grid, given)
             if relaunch is None:
                 call = fold_kernel.KernelCall(self.kernel, self.plan, self.grid, given, **self.call_options)
                 relaunch = fold_kernel.execute(call)

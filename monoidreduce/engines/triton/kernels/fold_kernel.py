@@ -40,7 +40,7 @@ from ..codegen.kernel_spec import (
 )
 from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
-from ..launch import descriptors, hardware, jit_module
+from ..launch import descriptors, driver
 from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import kernel_plan, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
@@ -129,15 +129,15 @@ def execute(call: KernelCall) -> Callable[..., None] | None:
     """Compile a kernel and launch it on the current stream of its device.
 
     Returns what launches it again with other tensors; None where it cannot be launched by address."""
-    module = jit_module.load_module(call.kernel.text, call.kernel.functions)
+    module = driver.load_module(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     options |= compiler_options(call.kernel, call.plan)
-    with jit_module.use_device(call.device):
+    with driver.use_device(call.device):
         kernel, grid = getattr(module, call.kernel.name), (call.grid,)
-        compiled = jit_module.launch(kernel, grid, call.arguments, constants | options)
-        jit_module.report_resources(compiled)
-        return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
+        compiled = driver.launch(kernel, grid, call.arguments, constants | options)
+        driver.report_resources(compiled)
+        return driver.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
 
 
 class ArgumentTemplate:
@@ -233,7 +233,7 @@ class FoldLaunch:
             return None
         pairs = zip(self.template.values[: self.specialized], other.template.values[: other.specialized], strict=True)
         for a, b in [(a, b) for a, b in pairs if a != b]:
-            if jit_module.specialize_integer(a) != jit_module.specialize_integer(b):
+            if driver.specialize_integer(a) != driver.specialize_integer(b):
                 return None
         return getattr(self.relaunch, "on_grid", lambda grid: None)((other.grid,))
 
@@ -283,7 +283,7 @@ class FoldLaunch:
             self._split_folded_axis()
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
             least = self.least_masked if masked else LEAST_INSTANCES
-            least *= hardware.count_processors(self.sizes.device)
+            least *= driver.count_processors(self.sizes.device)
             if dim is not None and self.splits == 1 and self.grid >= least:
                 break
 
@@ -306,10 +306,10 @@ class FoldLaunch:
         """Choose the tile and its schedule, unless ``plan`` is given."""
         spec, sizes, device = self.spec, self.sizes, self.sizes.device
         plain = self._compile_plain()
-        family = hardware.find_family(device)
+        family = driver.find_family(device)
         if self.few_rows is not None and plan is None:
             widens = any(e.is_stored and spec.folds(e) for e in spec.fold.leaves)
-            given = self.lengths, self.count, hardware.count_processors(device), widens
+            given = self.lengths, self.count, driver.count_processors(device), widens
             plan = choose_few_plan(plain, self.over, family, *given)
         item = 2 if spec.pieces else getattr(torch, spec.narrow or spec.compute).itemsize
         item = 1 if spec.multiplies_only_eight_bits and not plain.widths.state else item
@@ -332,7 +332,7 @@ class FoldLaunch:
         """Per leaf, the batch dimensions of the descriptor that may copy its blocks; None where it has none."""
         if self.copied is None:
             self.copied = ()
-            if hardware.has_descriptors(self.sizes.device):
+            if driver.has_descriptors(self.sizes.device):
                 vectors = self._compile_plain().folded
                 vectors += tuple(list_k_loop_operands(self.spec)) if self.spec.k_loop else ()
                 self.copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
@@ -347,7 +347,7 @@ class FoldLaunch:
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         spec, kept = self.spec, self.blocks[0]
         self.beside = count_concurrent_tiles(spec, kept, self.lengths[0]) if spec.k_loop else 0
-        processors = hardware.count_processors(self.sizes.device)
+        processors = driver.count_processors(self.sizes.device)
         self.splits = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.splits
 
@@ -361,7 +361,7 @@ class FoldLaunch:
         strided = tuple(k for k, layout in layouts if layout is not None and layout.strides is not None)
         fields = dict(split=self.splits > 1, descriptors=copied, shift_descriptors=shifts, strided=strided)
         if self.few_rows is not None and self.splits > 1:
-            fields["launches_dependents"] = hardware.chains_launches(self.sizes.device)
+            fields["launches_dependents"] = driver.chains_launches(self.sizes.device)
         self.spec = specialize(self.spec, **fields)
         written = self._write_hand_scheduled() if by_hand else None
         if written is None and self.plan.block_kept & (self.plan.block_kept - 1):
@@ -373,7 +373,7 @@ class FoldLaunch:
         """True when the plan names a hand-scheduled kernel whose tile there is."""
         if self.plan.rendering != Rendering.HAND_SCHEDULED or not self._has_prepared_tables():
             return False
-        if not hardware.runs_warp_specialized(self.sizes.device):
+        if not driver.runs_warp_specialized(self.sizes.device):
             return False
         kernels = (gemm_fold,) if self.spec.k_loop else (attention, sum_of_products)
         return any(one.has_tile(self.plan) for one in kernels)

@@ -42,8 +42,8 @@ from ..codegen.histogram import compile_histogram
 from ..codegen.kernel_spec import Spec, Unsupported, pad_width
 from ..codegen.lookups import BAND_ROOM, is_band, name_band, name_sum
 from ..codegen.reductions import find_plain_sum, list_factors
-from ..launch import hardware
-from ..launch.jit_module import Kernels
+from ..launch import driver
+from ..launch.driver import Kernels
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan, Rendering, find_overriding_plan
 from ..schedules.resident.diagonal_sums import SUMS
@@ -367,7 +367,7 @@ class HistogramLaunch(FoldLaunch):
         if self.alike is not None:
             classes, self.beside = self.alike.first.numel(), 0
             rests = self.count // self.alike.sharing
-            enough = -(-_INSTANCES * hardware.count_processors(self.sizes.device) // max(1, rests * classes))
+            enough = -(-_INSTANCES * driver.count_processors(self.sizes.device) // max(1, rests * classes))
             self.splits = max(1, min(self.alike.sharing, enough))
             self.tiles = classes * self.splits
             self.grid, self.spec = self.tiles * rests, replace(self.spec, split=True)

@@ -25,8 +25,8 @@ from ...common.evaluate import Allocator, Form
 from ..codegen import compiler
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..codegen.reductions import find_plain_sum, list_factors
-from ..launch import descriptors, hardware
-from ..launch.jit_module import Kernels
+from ..launch import descriptors, driver
+from ..launch.driver import Kernels
 from ..launch.replay import DescriptorOf, Leaf, Recipe
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
 from ..schedules.resident import joint_gradients
@@ -260,7 +260,7 @@ def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
 
 def _keeps_busy(launch: FoldLaunch, count: int, schedule: JointSchedule) -> bool:
     """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
-    tiles, processors = -(-launch.lengths[0] // KEPT), hardware.count_processors(launch.sizes.device)
+    tiles, processors = -(-launch.lengths[0] // KEPT), driver.count_processors(launch.sizes.device)
     steps = -(-launch.lengths[1] // schedule.rows) * (math.prod(launch.batch) // max(count, 1))
     return count * tiles >= processors and count**2 * tiles * steps >= _STEPS_PER_WAIT * processors**2
 
@@ -284,7 +284,7 @@ def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
     )
     joins = (
         schedule is not None
-        and hardware.runs_warp_specialized(own.sizes.device)
+        and driver.runs_warp_specialized(own.sizes.device)
         and settings.requested_budget() is None
         and not overriding_plans()
         and len(other.fold.reductions) == len(other.outputs) == 1

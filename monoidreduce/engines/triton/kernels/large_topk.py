@@ -35,7 +35,7 @@ from ...common import combine, matmul
 from ...common.evaluate import Sizes
 from ...common.subproblem import add_unlisted, run_block
 from ..codegen.kernel_spec import power_of_two
-from ..launch.jit_module import Kernels
+from ..launch.driver import Kernels
 
 Run = Callable[[Fold, list[Any], Sizes], list[Tensor]]
 _LEAST_COLUMNS = 4  # of a panel, times k, if memory is short

@@ -26,7 +26,7 @@ from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
 from ...common.subproblem import add_unlisted, choose_leaves, find_named_pairs, keep_reductions
 from ..codegen.kernel_spec import Unsupported
-from ..launch import hardware
+from ..launch import driver
 from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf
 from ..schedules.kernel_plan import overriding_plans
 from . import large_topk, listed_launch, page_gradients, pair_gradients
@@ -132,7 +132,7 @@ def _choose_window(fold: Fold, lists: ListForm, sizes: Sizes) -> int:
     count, each = math.prod(sizes.batch), max(math.prod(lists.batch), 1)
     if (lists.kept_block, lists.folded_block) != (1, 1) or lists.ends:
         return 0
-    if lists.lists // each * count < UNEVEN_WAVES * hardware.count_processors(sizes.device):
+    if lists.lists // each * count < UNEVEN_WAVES * driver.count_processors(sizes.device):
         return 0
     return listed_launch.window_size(fold, lists.average, lists.items // each)
 

@@ -37,8 +37,8 @@ from ..codegen.few_rows import FewRows, is_shared
 from ..codegen.histogram import compile_listed_histogram
 from ..codegen.kernel_spec import NARROW, WIDEST, Listing, Spec, Unsupported, pad_width
 from ..codegen.reductions import move_factors_to_weight
-from ..launch import descriptors, hardware
-from ..launch.jit_module import Kernels
+from ..launch import descriptors, driver
+from ..launch.driver import Kernels
 from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import (
@@ -248,13 +248,13 @@ class ListedLaunch(FoldLaunch):
         least = spec_from_tensors.VERY_MANY // (WIDE_GAIN if plain.widths.folded > 2 * NARROW else 1)
         if self._count_pairs() < least or self.few_rows is not None:
             return ()
-        if not hardware.has_descriptors(self.sizes.device):
+        if not driver.has_descriptors(self.sizes.device):
             return ()
         found = descriptors.find_copied_leaves(self.spec, plain.folded, leaves, len(self.batch))
         return found if any(dims is not None for dims in found) else ()
 
     def _plan_tiles(self, plain: Any, group: int, copies: bool) -> KernelPlan:
-        family = hardware.find_family(self.sizes.device)
+        family = driver.find_family(self.sizes.device)
         item = getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         most = max(16, 1 << (group - 1).bit_length())
         if any(r.attrs[0] == "next_best" for r in self.fold.reductions):
@@ -306,7 +306,7 @@ class ListedLaunch(FoldLaunch):
         if self.spec.listing.each:
             self.tiles = -(-self.groups // self.plan.block_kept)
         folded = -(-lists.average // self.plan.block_folded)
-        instances, processors = self.tiles * self.count, hardware.count_processors(self.sizes.device)
+        instances, processors = self.tiles * self.count, driver.count_processors(self.sizes.device)
         self.splits = count_splits(self.plan, instances, folded, processors)
         waves = _UNKNOWN_WAVES if lists.ends else UNEVEN_WAVES
         if not self.plan.splits and 0 < instances < waves * processors:
@@ -539,7 +539,7 @@ class ListedHistogram(ListedLaunch):
     def _split_folded_axis(self) -> None:
         super()._split_folded_axis()
         shares = -(-self.table_size // self.entries)
-        enough = -(-_LIST_INSTANCES * hardware.count_processors(self.sizes.device) // max(1, self.count * shares))
+        enough = -(-_LIST_INSTANCES * driver.count_processors(self.sizes.device) // max(1, self.count * shares))
         self.tiles, self.splits = min(self.tiles, max(1, enough)), 1
         self.grid = self.tiles * shares * self.count
 

@@ -28,8 +28,8 @@ from ...common.evaluate import Allocator, Sizes, result_form
 from ...common.label_gather import run_pick
 from ...common.torch_code import BatchArithmetic, Elementwise, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, pad_width
-from ..launch import hardware
-from ..launch.jit_module import compile_ahead, is_collecting, is_loaded
+from ..launch import driver
+from ..launch.driver import compile_ahead, is_collecting, is_loaded
 from ..launch.replay import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import find_overriding_plan, use_plan
@@ -320,7 +320,7 @@ def _share_one_launch(
     over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts
 ) -> FoldLaunch | None:
     """One launch in place of several, where two consumer warp groups can divide the accumulators."""
-    if not hardware.runs_warp_specialized(sizes.device):
+    if not driver.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
@@ -473,7 +473,7 @@ def record(
     ``types``: of vectors that arithmetic of one side returns in another type than its own."""
     if numbers is not None:
         values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))
-    if not hardware.can_relaunch(sizes.device) or any(
+    if not driver.can_relaunch(sizes.device) or any(
         isinstance(v, int) and abs(v) >= fold_kernel.SMALL for v in values.values()
     ):
         return None  # (other integers of the same kind may be larger than kernels take)

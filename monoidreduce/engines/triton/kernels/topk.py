@@ -25,8 +25,8 @@ from ....reductions.topk import MOST_IN_REGISTERS
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import pad_width
-from ..launch import hardware, replay
-from ..launch.jit_module import Kernels
+from ..launch import driver, replay
+from ..launch.driver import Kernels
 from . import large_topk
 
 _STRIP = 64  # columns of a row whose maximum stands for them
@@ -188,7 +188,7 @@ class _BestProducts:
 
     def _record(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
         run = functools.partial(select_best_products, self.fold, sizes=self.sizes)
-        if not hardware.can_relaunch(self.sizes.device):
+        if not driver.can_relaunch(self.sizes.device):
             return run(x, y)
         found, self.replays[same], _ = replay.record(run, (x, y), self.sizes.device)
         return found

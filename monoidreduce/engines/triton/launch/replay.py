@@ -32,7 +32,7 @@ from ...common.bounded_cache import BoundedCache, LastComputed
 from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import FunctionWriter, function_text, number, run_text, tuple_text
 from ...common.torch_code import Step as ProgramStep
-from . import descriptors, jit_module
+from . import descriptors, driver
 
 _LONGEST = 2**14  # steps: what takes longer to write down is done each time
 _TINY = 16  # bytes: a tensor of this size that was allocated elsewhere is a constant
@@ -165,7 +165,7 @@ def _classify(func: Any) -> str:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is done inside its block: torch's operations, and launches (``jit_module.report``).
+    """Records what is done inside its block: torch's operations, and launches (``driver.report``).
 
     ``inputs``: the tensors that it is done to, by name. Afterwards ``failure`` says why it cannot be replayed, if so.
     """
@@ -189,11 +189,11 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
-        self.tokens.append(jit_module.recording.set(self))
+        self.tokens.append(driver.recording.set(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        jit_module.recording.reset(self.tokens.pop())
+        driver.recording.reset(self.tokens.pop())
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -325,7 +325,7 @@ class Replay:
         always: bool = False,
     ):
         launchers = [s.relaunch for s in steps if isinstance(s, Launch)]
-        starts = bool(launchers) and all(isinstance(relaunch, jit_module.Relauncher) for relaunch in launchers)
+        starts = bool(launchers) and all(isinstance(relaunch, driver.Relauncher) for relaunch in launchers)
         writer = _Writer(inputs, constants, device, starts)
         otherwise = "None"
         if starts and always:
@@ -391,7 +391,7 @@ class _Writer(FunctionWriter):
         self._release()
         opening = []
         if self.starts:
-            self.scope["stream"] = jit_module.find_stream(self.device)
+            self.scope["stream"] = driver.find_stream(self.device)
             opening = ["s = stream()", "if s is None:", f"    return {otherwise}"]
         self.text = function_text("run", self.inputs, [*opening, *self.lines])
         run_text(self.text, self.scope, "<replay>")
@@ -456,7 +456,7 @@ class _Writer(FunctionWriter):
         """Arguments that are the same in every call; all at once, so that other lengths have the same text."""
         return f"*{self.hold(tuple(values))}" if len(values) > 1 else self._value(values[0])
 
-    def _encode(self, relaunch: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
+    def _encode(self, relaunch: driver.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """What starts a kernel, and its encoded descriptors by their places among the arguments: the same for all
         launches with descriptors of one form."""
         templates: list[Any] = []

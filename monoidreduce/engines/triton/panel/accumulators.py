@@ -30,8 +30,8 @@ from ...panel import Panel
 from ...panel.panel_program import list_feeds
 from ..codegen.kernel_spec import pad_width
 from ..kernels import fold_kernel
-from ..launch import descriptors, hardware, jit_module
-from ..launch.jit_module import Kernels, LaunchCache, Relaunch
+from ..launch import descriptors, driver
+from ..launch.driver import Kernels, LaunchCache, Relaunch
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong import contraction_kernel
@@ -77,7 +77,7 @@ def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: boo
 def is_faster(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
     """True when the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
     tiles, turns = -(-kept // SCHEDULE.tile), -(-features // SCHEDULE.width)
-    many = tiles * turns >= ROUNDS * hardware.count_processors(device)
+    many = tiles * turns >= ROUNDS * driver.count_processors(device)
     return (
         SHORTEST <= folded <= LONGEST and many and features >= NARROWEST and turns * SCHEDULE.width <= PADDED * features
     )
@@ -90,7 +90,7 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
     return (
         len(kinds) == 1
         and kinds <= set(matmul.SIXTEEN)
-        and hardware.runs_warp_specialized(out.device)
+        and driver.runs_warp_specialized(out.device)
         and all(map(descriptors.can_copy_vectors, (out, panel, vectors)))
     )
 
@@ -104,7 +104,7 @@ class PreparedContraction:
         self.kernel = contraction_kernel.write_kernel(str(out.dtype)[6:], self.over, add)
         tiles, turns = -(-out.shape[0] // SCHEDULE.tile), -(-out.shape[1] // SCHEDULE.width)
         self.numbers = (-(-weights.shape[1] // depth), tiles, turns)
-        self.grid = min(hardware.count_processors(out.device), tiles * turns)
+        self.grid = min(driver.count_processors(out.device), tiles * turns)
         panel, block = (weights, (run, depth)) if self.over == "cols" else (weights.mT, (depth, run))
         forms = ((panel, block), (vectors, (depth, SCHEDULE.width)), (out, (run, SCHEDULE.piece)))
         self.descriptors = [descriptors.make_descriptor(t, (), block, with_layout=True) for t, block in forms]
@@ -259,7 +259,7 @@ def _contract_kept_tiles(out: Tensor, weights: Tensor, vectors: Tensor, over: st
     blocks, longest = -(-out.shape[1] // wide), kept.lists[over].shape[1]
     whole = not (weights.shape[0] % TILE or weights.shape[1] % TILE or out.shape[1] % wide)
     kept.asked.count(kept.counts[over], len(kept.lists["rows"]) * len(kept.lists["cols"]))
-    tl = jit_module.load_module(_kernels.text).tl
+    tl = driver.load_module(_kernels.text).tl
     given = (out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0))
     given += (kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks)
     constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=matmul.float32_precision())
@@ -541,7 +541,7 @@ class StoredWeights:
         values = self.feed(gemm, panel)
         key = ("stored", here.cols, here.device, *here.letters.values())
         launch = functools.partial(self._launch_fold, values, results, here)
-        if key not in gemm.compiled and jit_module.compile_ahead(here.device, launch):
+        if key not in gemm.compiled and driver.compile_ahead(here.device, launch):
             gemm.compiled.add(key)
         factors = launch()
         places = [(stage, place) for stage in group for place in self.plan.splits[stage].places["cols"]]

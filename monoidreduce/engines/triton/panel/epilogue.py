@@ -25,7 +25,7 @@ from ...panel.panel_program import PanelLoop
 from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import WIDEST, Spec
-from ..launch import descriptors, hardware
+from ..launch import descriptors, driver
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong import gemm_fold
@@ -151,7 +151,7 @@ def plan_kernel(name: str, width: int, pingpong: bool = False, wide: bool = Fals
 def is_wide(width: int) -> bool:
     """True when ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
     registers for them."""
-    return width > _WIDE_FEATURES and hardware.has_registers_for_wide_tiles()
+    return width > _WIDE_FEATURES and driver.has_registers_for_wide_tiles()
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class EpilogueGemm:
         """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.operands[0].feature))
         wide = is_wide(width)
-        pingpong = (wide or width <= DEEPEST) and hardware.runs_warp_specialized(sizes.device)
+        pingpong = (wide or width <= DEEPEST) and driver.runs_warp_specialized(sizes.device)
         return plan_kernel(name, width, pingpong, wide)
 
     def write_weights(
@@ -228,10 +228,10 @@ class PreparedGemm:
         self.launches: dict[str, row_kernel.PreparedKernel] = {}
         leaves = gemm.operand_leaves
         fits = [values[e].shape[-1] > WIDEST and descriptors.can_copy_vectors(values[e]) for e in leaves]
-        self.copied = leaves if all(fits) and hardware.has_descriptors(here.device) else ()  # by tensor descriptors
+        self.copied = leaves if all(fits) and driver.has_descriptors(here.device) else ()  # by tensor descriptors
         name = "write_guessed" if gemm.guesses else "write_weights"
         large = here.rows >= TILE and here.cols >= TILE and bool(self.copied)
-        large = large and hardware.runs_warp_specialized(here.device)
+        large = large and driver.runs_warp_specialized(here.device)
         width = values[leaves[0]].shape[-1]
         self.wide = is_wide(width)
         self.pingpong = large and self._write_pingpong(name, values, PINGPONG[self.wide]) is not None
@@ -295,7 +295,7 @@ class PreparedGemm:
         plan = self.plans[name]
         rows, cols = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
         shared = self.pingpong and name in GEMMS  # two warp groups are one program instance
-        resident = hardware.count_processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
+        resident = driver.count_processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
         return min(rows * cols, resident) if name in (*GEMMS, "recompute_rows") else rows
 
     def _write_pingpong(self, name: str, values: Mapping[Expr, Any], plan: KernelPlan) -> Any:

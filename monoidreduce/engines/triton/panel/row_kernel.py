@@ -33,7 +33,7 @@ from ..codegen.reductions import make_row_lines
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
-from ..launch.jit_module import LaunchCache, Relaunch, launch_on_grid, specialize
+from ..launch.driver import LaunchCache, Relaunch, launch_on_grid, specialize
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 

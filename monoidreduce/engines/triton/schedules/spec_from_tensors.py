@@ -58,8 +58,8 @@ from ..codegen.kernel_spec import (
     takes_k_loop,
 )
 from ..codegen.reductions import move_factors_to_weight
-from ..launch import hardware
-from ..launch.jit_module import Kernels
+from ..launch import driver
+from ..launch.driver import Kernels
 
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
@@ -148,9 +148,9 @@ def describe_fold(
         guess=narrow in _GUESSED and not wide and not short,
         exact=sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
         unrounded=fold.exact,
-        native=narrow is not None and hardware.has_tanh(sizes.device),
-        eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
-        small_products=hardware.has_small_products(),
+        native=narrow is not None and driver.has_tanh(sizes.device),
+        eight_bit_mma=sizes.compute is torch.float32 and driver.multiplies_eight_bits(sizes.device),
+        small_products=driver.has_small_products(),
         pieces=rewritten.pieces,
         close_pairs=rewritten.close_pairs,
         k_loop=wide,
@@ -412,7 +412,7 @@ def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int)
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY_FLOAT32 and settings.requested_budget() is None and hardware.splits_float32(sizes.device)
+    pays = pairs >= MANY_FLOAT32 and settings.requested_budget() is None and driver.splits_float32(sizes.device)
     return (fits and pays and _split_fold(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 

@@ -22,7 +22,7 @@ from ...codegen import compiler, tile_ranges
 from ...codegen.expressions import ExpressionWriter, write_rounding
 from ...codegen.kernel_spec import K_LOOP_DEPTH, WIDEST, Spec, list_k_loop_operands, rounds_products
 from ...codegen.reductions import make_lines
-from ...launch import hardware
+from ...launch import driver
 from .. import gluon_parts as gluon
 from ..gluon_parts import leaf_name
 from ..kernel_plan import KernelPlan
@@ -397,7 +397,7 @@ _NARROW_FEATURES = 512
 
 def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
     """The tile of a fold with this many kept indices; None where it has no such kernel."""
-    if not hardware.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
+    if not driver.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
         return None
     return KEPT, FOLDS[_prefers_wide_tiles(spec)].folded, 4, 1
 
@@ -405,7 +405,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
 def _prefers_wide_tiles(spec: Spec) -> bool:
     """True when a fold is faster in wide tiles. They have no registers for numbers per folded index."""
     many = all(spec.width(e.feature) > _NARROW_FEATURES for e in list_k_loop_operands(spec))
-    return many and not _has_folded_numbers(spec) and hardware.has_registers_for_wide_tiles()
+    return many and not _has_folded_numbers(spec) and driver.has_registers_for_wide_tiles()
 
 
 def has_tile(plan: KernelPlan) -> bool:

@@ -28,7 +28,7 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Slices, Spec, gluon_type, literal
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import make_lines, move_factors_to_weight, substitute_truths
-from ...launch import hardware
+from ...launch import driver
 from .. import gluon_parts as gluon
 from .. import spec_from_tensors
 from ..gluon_parts import leaf_name, suffix
@@ -64,10 +64,10 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
 
     Conditions on data make loops short, as within packed documents: those end before they pay for the ring buffers'
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
-    if not hardware.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
+    if not driver.runs_warp_specialized(device) or (schedule := find_schedule(spec)) is None:
         return None
     short = spec_from_tensors.walks_are_short(spec)
-    few = count * length < schedule.kept * hardware.count_processors(device)
+    few = count * length < schedule.kept * driver.count_processors(device)
     if spec.listed is not None and spec.listed.folded_block < schedule.folded:  # a tile lies in one block
         tile = (schedule.kept, spec.listed.folded_block, 4, schedule.ring * schedule.folded // spec.listed.folded_block)
         schedule = find_schedule(spec, tile) if tile[1] >= _LEAST_FOLDED else None

@@ -24,7 +24,7 @@ from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec, literal
 from ...codegen.lookups import has_bands, write_look_up_band
 from ...codegen.reductions import substitute_truths
-from ...launch import hardware
+from ...launch import driver
 from .. import gluon_parts as gluon
 from .. import spec_from_tensors
 from ..gluon_parts import leaf_name, suffix
@@ -66,9 +66,9 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
 
     A multiprocessor runs one instance at a time, where the compiler's schedule has two: the last wave must be full
     enough. A single warp group leaves room for another instance, as the compiler's do."""
-    if not hardware.runs_warp_specialized(device) or write_kernel(spec, even) is None:
+    if not driver.runs_warp_specialized(device) or write_kernel(spec, even) is None:
         return None
-    work, processors = divide_work(spec), hardware.count_processors(device)
+    work, processors = divide_work(spec), driver.count_processors(device)
     kept = count_kept(work)
     instances = -(-length // kept)
     busy = spec_from_tensors.busy_share(instances, processors)
