@@ -101,7 +101,7 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
         mr.use(engine="triton"),
     ):
         got = run(layer.op, args)
-    *_, ready = engine._PREPARED.values()
+    *_, ready = engine.prepared_folds().values()
     (text,) = (one.kernel.text for one in ready.launches if one.over == "cols")
     whole = text.split("for t in range(")[1]
     assert whole.count("sum0 = tl.dot(") == 2 and "tl.trans(" not in whole.split("sum0 = tl.dot(", 1)[1]
@@ -335,7 +335,7 @@ def test_an_unaligned_tensor_is_planned_anew(monkeypatch):
     with planned(), mr.use(engine="triton"):
         attention(q, q, v, 0.5)
         attention(q, k, v, 0.5)
-        assert len(engine._PREPARED) == 2
+        assert len(engine.prepared_folds()) == 2
 
 
 def test_strict_refuses_what_has_no_kernel():
@@ -359,7 +359,7 @@ def test_precisions(monkeypatch):
         for precision in ("ieee", "tf32", "tf32x3"):
             with mr.use(engine="triton", precision=precision):
                 attention(*x, 0.5)
-        assert len(engine._PREPARED) == 3
+        assert len(engine.prepared_folds()) == 3
 
 
 def test_tiles_are_cut_where_numbers_of_pairs_would_not_fit_in_registers():

@@ -9,6 +9,7 @@ from monoidreduce import ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.panel import panel_program
+from monoidreduce.engines.triton.kernels import prepared_fold
 from monoidreduce.program import lower
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -51,7 +52,7 @@ def test_copies_are_part_of_the_budget(monkeypatch, limit, padded):
 
 
 def test_a_forward_in_one_kernel_reads_padded_copies(monkeypatch):
-    monkeypatch.setattr(engine, "_PREPARED", {})
+    monkeypatch.setattr(prepared_fold, "_PREPARED", {})
     x, w, target = (t.detach() for t in head(torch.float16))
     with mr.use(engine="triton"):
         found = ops.linear_cross_entropy(x, w, target)

@@ -53,7 +53,7 @@ def _collect(patch: Patch, target: str, of: Callable[..., Any]) -> list:
 
 def forget_launches(patch: Patch) -> None:
     """No launch is prepared: each kernel is planned and launched as for the first time."""
-    patch.setattr("monoidreduce.engines.triton._PREPARED", {})
+    patch.setattr("monoidreduce.engines.triton.kernels.prepared_fold._PREPARED", {})
 
 
 def forget_contractions(patch: Patch) -> None:
