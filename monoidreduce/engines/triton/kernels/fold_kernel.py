@@ -42,10 +42,9 @@ from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
 from ..launch import descriptors, driver
 from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import kernel_plan, spec_from_tensors
+from ..schedules import kernel_plan, pingpong, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
-from ..schedules.pingpong import gemm_fold
-from ..schedules.pingpong.gemm_fold import EXTRA, TILE
+from ..schedules.pingpong import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import small_kernels, topk
 
@@ -375,7 +374,7 @@ class FoldLaunch:
             return False
         if not driver.runs_warp_specialized(self.sizes.device):
             return False
-        kernels = (gemm_fold,) if self.spec.k_loop else (attention, sum_of_products)
+        kernels = (pingpong,) if self.spec.k_loop else (attention, sum_of_products)
         return any(one.has_tile(self.plan) for one in kernels)
 
     def _lay_out_results(self) -> None:
@@ -398,7 +397,7 @@ class FoldLaunch:
         """The tile of a hand-scheduled kernel, where there is one for this fold and it gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.k_loop:
-            return gemm_fold.choose_tile(spec, device, length) if count == 1 else None
+            return pingpong.choose_tile(spec, device, length) if count == 1 else None
         even = self.sizes.cols % 2 == 0
         return attention.choose_tile(spec, device, length, count) or sum_of_products.choose_tile(
             spec, device, count * length, even
@@ -407,7 +406,7 @@ class FoldLaunch:
     def _write_hand_scheduled(self) -> compiler.Kernel | None:
         """The hand-scheduled kernel of the plan; None where there is none."""
         if self.spec.k_loop:
-            return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
+            return pingpong.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
         made = attention.write_kernel_for_plan(self.spec, self.plan, even, aligned)

@@ -28,8 +28,7 @@ from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors, driver
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
-from ..schedules.pingpong import gemm_fold
-from ..schedules.pingpong.gemm_fold import DEEPEST, EXTRA, TILE, WRITES
+from ..schedules.pingpong import DEEPEST, EXTRA, TILE, WRITES, holds_label, write_gemm
 from . import epilogue_kernels, row_kernel
 from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, find_operands, find_product, list_reads, write_kernel
 from .row_factor import (
@@ -45,7 +44,7 @@ from .row_kernel import RowValues, fuse_stages, list_arguments, shift_indices, s
 # GEMMs whose epilogue writes weights, as ping-pong kernels: two warp groups alternate, in Gluon, on Hopper.
 #
 # The kernels of ``epilogue_kernels.py`` with the same arguments and the same arithmetic of pairs; ``tl`` is Gluon's
-# language here. The template is ``engines/triton/schedules/pingpong/gemm_fold.py``.
+# language here. The template is ``engines/triton/schedules/pingpong.py``.
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,9 +56,7 @@ def write_pingpong_kernel(
 
     ``wide``: with tiles of more columns, and one more argument: the descriptor of their blocks."""
     multiplied = find_operands(find_product(epilogue))
-    if epilogue_kernels.has_column_scalars(spec) or (
-        spec.width(multiplied[0].feature) > gemm_fold.DEEPEST and not wide
-    ):
+    if epilogue_kernels.has_column_scalars(spec) or (spec.width(multiplied[0].feature) > DEEPEST and not wide):
         return None
     plain = epilogue_kernels.write_kernel(name, epilogue, spec, masked)
     v = RowValues(spec)
@@ -67,7 +64,7 @@ def write_pingpong_kernel(
     outs, lines = _WRITERS[name](v, epilogue, WRITES[wide].folded // EXTRA)
     signature = list_arguments(spec, outs, list(plain.leaves))
     generated = {"before": v.before, "epilogue": lines}
-    return gemm_fold.write_gemm(True, wide, plain, spec, multiplied, signature, generated)
+    return write_gemm(True, wide, plain, spec, multiplied, signature, generated)
 
 
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
@@ -82,7 +79,7 @@ def _write_weights(v: ExpressionWriter, epilogue: Epilogue, strips: int) -> tupl
         v.inside.append(f"weight = {v.full(others)}")
         before, v.inside = v.inside, []
         lines = [f"weight = tl.where({v.full(hit)}, {v.number(nothing)}, weight)"]
-        met = v.bind("met", gemm_fold.holds_label(v.outer[(epilogue.label.label, "index")]), False, "met")
+        met = v.bind("met", holds_label(v.outer[(epilogue.label.label, "index")]), False, "met")
         v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
         return "weight"
 
