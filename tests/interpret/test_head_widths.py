@@ -9,8 +9,8 @@ from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen.kernel_spec import slice_width
 from monoidreduce.engines.triton.kernels import prepared_fold
-from monoidreduce.engines.triton.schedules.resident import attention
-from monoidreduce.engines.triton.schedules.resident.attention import AttentionSchedule
+from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.attention import AttentionSchedule
 from tests.support import gluon_simulator, internals
 
 

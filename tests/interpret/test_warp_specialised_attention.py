@@ -17,8 +17,8 @@ from benchmarks.accuracy import DATA
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.launch import driver
-from monoidreduce.engines.triton.schedules.resident import attention
-from monoidreduce.engines.triton.schedules.resident.attention_schedules import AttentionSchedule
+from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.attention import AttentionSchedule
 from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import CASES, Case, calls
 from tests.support.golden_files import compare

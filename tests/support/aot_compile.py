@@ -30,8 +30,8 @@ from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import driver
 from monoidreduce.engines.triton.panel import accumulators
+from monoidreduce.engines.triton.schedules import attention as hand_scheduled
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
-from monoidreduce.engines.triton.schedules.resident import attention as hand_scheduled
 from monoidreduce.plan import schedule as default_tiles
 from tests.support import internals, own_monoids, user_kernel_cases
 

@@ -69,7 +69,7 @@ class Listing:
 @dataclass(frozen=True)
 class Joint:
     """A sum over the kept axis, a vector per folded index, that a kernel adds up in memory beside its own sums
-    (``schedules/resident/joint_gradients.py``)."""
+    (``schedules/joint_gradients.py``)."""
 
     weight: Expr  # also that of one of the kernel's own sums
     vector: Expr

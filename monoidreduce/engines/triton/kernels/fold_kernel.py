@@ -42,10 +42,9 @@ from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
 from ..launch import descriptors, driver
 from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import kernel_plan, pingpong, spec_from_tensors
+from ..schedules import attention, kernel_plan, logit_forms, pingpong, spec_from_tensors, sum_of_products
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import EXTRA, TILE
-from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import small_kernels, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]

@@ -3,7 +3,7 @@
 **Gradients**: launches, and what makes one result of all program instances' parts, in a fixed order.
 :class:`HistogramLaunch` runs a kernel of its own (``codegen/histogram.py``). :class:`DiagonalLaunch` has the gradient
 with respect to rows and that of a band in one launch: both are sums of the same numbers per pair. The warp-specialised
-kernel of the first also leaves their sums along the diagonals of every tile (``schedules/resident/diagonal_sums.py``),
+kernel of the first also leaves their sums along the diagonals of every tile (``schedules/diagonal_sums.py``),
 128 numbers of 64 × 64 pairs; a small kernel adds those of all tiles, in a fixed order.
 
 Before a launch, tables are put in order where the index allows it.
@@ -44,9 +44,9 @@ from ..codegen.lookups import BAND_ROOM, is_band, name_band, name_sum
 from ..codegen.reductions import find_plain_sum, list_factors
 from ..launch import driver
 from ..launch.driver import Kernels
+from ..schedules.diagonal_sums import SUMS
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan, Rendering, find_overriding_plan
-from ..schedules.resident.diagonal_sums import SUMS
 from .fold_kernel import FoldLaunch, Layouts, Leaves, Merged, Then
 
 _MOST_PLACES = 64

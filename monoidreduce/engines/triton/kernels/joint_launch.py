@@ -1,4 +1,4 @@
-"""Attention's gradients by queries, keys and values in one launch (``schedules/resident/joint_gradients.py``).
+"""Attention's gradients by queries, keys and values in one launch (``schedules/joint_gradients.py``).
 
 Before it a small kernel sets the counters that put its additions in order; after it another one rounds the sums of rows
 to their type, in the memory order of the queries. Counters and sums are one buffer, which lives as long as the call.
@@ -28,9 +28,9 @@ from ..codegen.reductions import find_plain_sum, list_factors
 from ..launch import descriptors, driver
 from ..launch.driver import Kernels
 from ..launch.replay import DescriptorOf, Leaf, Recipe
+from ..schedules import joint_gradients
+from ..schedules.joint_gradients import KEPT, PART, JointSchedule
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
-from ..schedules.resident import joint_gradients
-from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
 from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves, Merged, Then
 from .small_kernels import CombiningLaunch
 

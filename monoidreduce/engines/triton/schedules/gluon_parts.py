@@ -1,7 +1,7 @@
 """Parts that all warp-specialised (Gluon) kernels share: filling templates, ring buffers, tile order, partitions.
 
 A template is plain text with named holes. ``fill`` puts strings into a line and lists of lines in place of a line that
-is nothing but a hole, at that line's indentation. What both families (``resident/``, ``pingpong.py``) have in common is
+is nothing but a hole, at that line's indentation. What both families have in common is
 here once:
 
 - imports, layouts and index lanes of a consumer warp group;

@@ -52,7 +52,7 @@ class Rendering(enum.IntEnum):
 
     LOADS = 0  # scheduled by Triton's compiler; blocks are loaded by pointers
     DESCRIPTORS = 1  # the same; tensor descriptors (TMA) copy blocks where they can
-    HAND_SCHEDULED = 2  # written in Gluon, where there is such a kernel (``resident/``, ``pingpong.py``)
+    HAND_SCHEDULED = 2  # written in Gluon, where there is such a kernel (``schedules``)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ products of 16-bit numbers are exact.
 
 **Turned values.** Values in 8-bit floats are copied with their features first, as Hopper's matrix units take them: the
 folded axis is contiguous. The columns of each sixteen are in the order in which a thread of the warp-specialised
-attention kernel holds their weights (``attention_schedules.py``, ``join_bytes``).
+attention kernel holds their weights (``attention.py``, ``join_bytes``).
 """
 
 from __future__ import annotations

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .....program.constructors import ONE
-from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_spec
-from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Spec, literal
-from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import substitute_truths
-from .. import gluon_parts as gluon
-from ..gluon_parts import leaf_name, suffix
+from ....program.constructors import ONE
+from ....program.expression import Expr, topological
+from ..codegen import compiler, kernel_spec
+from ..codegen.expressions import ExpressionWriter
+from ..codegen.kernel_spec import Spec, literal
+from ..codegen.lookups import has_bands, write_look_up_band
+from ..codegen.reductions import substitute_truths
+from . import gluon_parts as gluon
+from .gluon_parts import leaf_name, suffix
 from .logit_forms import INDEX_DISTANCE, match_dropped_weight
 from .work_split import GroupWork, folded_numbers, kept_and_folded, name_sums
 

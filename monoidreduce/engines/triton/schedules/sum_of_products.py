@@ -16,20 +16,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.schedule import Tile
-from .....program.constructors import ONE
-from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_spec
-from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Spec, literal
-from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import substitute_truths
-from ...launch import driver
-from .. import gluon_parts as gluon
-from .. import spec_from_tensors
-from ..gluon_parts import leaf_name, suffix
-from ..kernel_plan import KernelPlan
-from . import diagonal_sums, single_warpgroup
+from ....plan.schedule import Tile
+from ....program.constructors import ONE
+from ....program.expression import Expr, topological
+from ..codegen import compiler, kernel_spec
+from ..codegen.expressions import ExpressionWriter
+from ..codegen.kernel_spec import Spec, literal
+from ..codegen.lookups import has_bands, write_look_up_band
+from ..codegen.reductions import substitute_truths
+from ..launch import driver
+from . import diagonal_sums, single_warpgroup, spec_from_tensors
+from . import gluon_parts as gluon
+from .gluon_parts import leaf_name, suffix
+from .kernel_plan import KernelPlan
 from .logit_forms import DropoutFactor, match_dropped_weight
 from .work_split import (
     GroupWork,

@@ -20,13 +20,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from .....program.constructors import ONE
-from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_spec
-from ...codegen.kernel_spec import Spec
-from ...codegen.reductions import substitute_truths
-from .. import gluon_parts as gluon
-from ..gluon_parts import leaf_name
+from ....program.constructors import ONE
+from ....program.expression import Expr, topological
+from ..codegen import compiler, kernel_spec
+from ..codegen.kernel_spec import Spec
+from ..codegen.reductions import substitute_truths
+from . import gluon_parts as gluon
+from .gluon_parts import leaf_name
 from .logit_forms import INDEX_DISTANCE
 from .single_warpgroup import ScoredPairs
 from .work_split import GroupWork, count_features, divide_joint_work, kept_and_folded
