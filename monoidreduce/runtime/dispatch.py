@@ -48,7 +48,7 @@ from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles, subproblem
 from ..engines.common.evaluate import Sizes
 from ..engines.common.matmul import SIXTEEN, dry_run_sizes
-from ..engines.panel.panel_program import as_program, split_into_loops
+from ..engines.panel import as_program, split_into_loops
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError, NoGradientError
 from ..plan import panel_layout, settings

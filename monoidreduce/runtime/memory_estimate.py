@@ -28,7 +28,7 @@ from ..engines.common.evaluate import Form, Sizes, result_form
 from ..engines.common.label_gather import chunk_size
 from ..engines.eager import branch_and_bound, tile_walk
 from ..engines.eager.tile_code import TileCode
-from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
+from ..engines.panel import PanelLoop, as_program, split_into_loops
 from ..plan import candidates, schedule, settings
 from ..plan.panel_layout import PanelLayout, choose_in_budget
 from ..plan.schedule import Choice

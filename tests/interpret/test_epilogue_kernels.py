@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.panel.panel_program import split_into_loops
+from monoidreduce.engines.panel import split_into_loops
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import driver
 from monoidreduce.engines.triton.panel import row_factor

@@ -26,8 +26,7 @@ from ...common import combine, matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Sizes
 from ...common.skip_small_tiles import TILE
-from ...panel import Panel
-from ...panel.panel_program import list_feeds
+from ...panel import Panel, list_feeds
 from ..codegen.kernel_spec import pad_width
 from ..kernels import fold_kernel
 from ..launch import descriptors, driver

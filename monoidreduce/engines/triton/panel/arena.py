@@ -21,8 +21,7 @@ from ....plan.panel_layout import InPlaceLayout, PanelLayout, RowBlock
 from ....program.expression import Expr
 from ...common import matmul, skip_small_tiles
 from ...common.evaluate import Sizes
-from ...panel import ALIGN
-from ...panel.panel_program import PanelLoop, list_feeds
+from ...panel import ALIGN, PanelLoop, list_feeds
 from ..codegen.kernel_spec import WIDEST
 from ..launch import driver
 from . import epilogue

@@ -42,7 +42,7 @@ from ....program.philox import DRAWS
 from ....reductions import kind_of
 from ....reductions.softmax import SoftmaxLines
 from ...common.evaluate import Sizes
-from ...panel.panel_program import PanelLoop
+from ...panel import PanelLoop
 from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter, product_key, write_dot, write_rounding
 from ..codegen.kernel_spec import K_LOOP_DEPTH, LOG2E, WIDEST, Spec, literal, rounds_products

@@ -26,8 +26,7 @@ from ...common import combine, matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...common.torch_code import ElementwiseGroup, group_elementwise
-from ...panel import Panel, iterate_grid
-from ...panel.panel_program import PanelLoop
+from ...panel import Panel, PanelLoop, iterate_grid
 from ..codegen.kernel_spec import Unsupported
 from ..kernels import elementwise, topk
 from ..launch import driver

@@ -25,7 +25,7 @@ from ....reductions import outputs_of
 from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
-from ...panel.panel_program import PanelLoop, Stage, group_by_reduction
+from ...panel import PanelLoop, Stage, group_by_reduction
 from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import K_LOOP_DEPTH, Spec, Unsupported, power_of_two
