@@ -342,6 +342,8 @@ def _hides_pairs(fold: Fold) -> bool:
     )
 
 
+# The loop over panels
+
 ALIGN = 64  # elements: the row pitch of a panel is a multiple
 
 

@@ -352,8 +352,9 @@ def test_a_compiled_kernel_is_launched_on_another_grid(monkeypatch):
     assert driver.Relauncher(driver._SKIPPED, (3,), (), device).on_grid((5,)) is None
 
 
-def test_launchers_are_kept_by_their_keys():
-    made, keeper = [], driver.LaunchCache(most=2)
+def test_launchers_are_kept_by_their_keys(monkeypatch):
+    monkeypatch.setattr(driver, "_MOST_LAUNCHERS", 2)
+    made, keeper = [], driver.LaunchCache()
 
     def first(name):
         made.append(name)

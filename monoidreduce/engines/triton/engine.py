@@ -20,7 +20,7 @@ from ...program.lower import Fold
 from ..common.evaluate import Sizes
 from ..common.torch_code import Elementwise
 from .codegen.kernel_spec import TINY, WIDEST, Unsupported, takes_k_loop
-from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, small_kernels, topk, user_kernels
+from .kernels import elementwise, fold_kernel, pick, point_search, small_kernels, topk, user_kernels
 from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
 from .kernels.prepared_fold import (
@@ -75,7 +75,6 @@ __all__ = [
     "epilogue",
     "gather_labels",
     "is_k_loop_fold",
-    "large_topk",
     "list_sources",
     "list_tiles",
     "merge_batches",
@@ -160,7 +159,7 @@ def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     if selects_from_panels(fold):
-        return large_topk.run(fold, leaves, sizes, _run)
+        return topk.run_large(fold, leaves, sizes, _run)
     return prepare_or_refuse(fold, leaves, sizes)(leaves)
 
 

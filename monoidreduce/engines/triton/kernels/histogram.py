@@ -204,7 +204,7 @@ def _walk_rows(v: ExpressionWriter, entries: int) -> list[str]:
         "for t in range(0, tl.cdiv(folded_size, FOLDED)):",
         "    start = t * FOLDED",
         *(f"    {line}" for line in (*_TILE, *tile.lines)),
-        *_store_entries(v, entries, "tile"),
+        *_store_entries(v, "tile"),
     ]
 
 
@@ -222,7 +222,7 @@ def compile_listed_histogram(spec: Spec, entries: int) -> Kernel:
         *prologue[: len(prologue) - len(kept)],
         f"for tile in range(part, {count}, tiles):",
         *(f"    {line}" for line in (*kept, *once)),
-        *_store_entries(v, entries, "part"),
+        *_store_entries(v, "part"),
     ]
     return compiler.describe_kernel(v, compiler.write_function(spec, body), {}, False)
 
@@ -263,7 +263,7 @@ def _choose_entries(v: ExpressionWriter, entries: int) -> list[str]:
     ]
 
 
-def _store_entries(v: ExpressionWriter, entries: int, part: str) -> list[str]:
+def _store_entries(v: ExpressionWriter, part: str) -> list[str]:
     count = f"{v.spec.fold.reductions[0].args[2].attrs[0]}_n"
     return [
         f"out = out0 + (tl.cast(batch, tl.int64) * tiles + {part}) * {count}",

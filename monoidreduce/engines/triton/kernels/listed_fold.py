@@ -46,7 +46,7 @@ from ..codegen.kernel_spec import Unsupported
 from ..launch import driver
 from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules.kernel_plan import overriding_plans
-from . import large_topk, listed_launch
+from . import listed_launch, topk
 from .elementwise import ElementwiseLaunch
 from .fold_kernel import Leaves, describe_numbers, describe_tensor
 from .listed_launch import (
@@ -207,14 +207,14 @@ def _find_strides(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ..
 _PREPARED: BoundedCache[tuple, PreparedListedFold | str] = BoundedCache(1024)  # or why there is none
 
 
-def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes, gather: large_topk.Run | None = None) -> list[Tensor]:
+def run_listed(fold: Fold, leaves: Sequence[Any], sizes: Sizes, gather: topk.Run | None = None) -> list[Tensor]:
     """Run a fold over the pairs that its domain lists in kernels that walk the lists; raises Unsupported where it has
     none. ``gather``: runs a fold by gathering pieces of lists, which is faster for many best.
 
     ``leaves``: ``[*batch, M or N(, f)]``; numbers per edge ``[*batch, edges]``."""
-    if any(map(large_topk.is_large, fold.reductions)):
-        select = functools.partial(large_topk.select_listed, gather=gather)
-        return large_topk.run(fold, [*leaves], sizes, run_listed, select)
+    if any(map(topk.is_large, fold.reductions)):
+        select = functools.partial(topk.select_listed, gather=gather)
+        return topk.run_large(fold, [*leaves], sizes, run_listed, select)
     if places := find_pair_gradients(fold):
         return run_pair_gradients(fold, leaves, sizes, places, run_listed, _run_lists)
     if find_page_gradients(fold):

@@ -36,7 +36,7 @@ from ..launch.driver import compile_ahead, is_collecting, is_loaded, write_text
 from ..launch.replay import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import find_overriding_plan, overriding_plans, use_plan
-from . import elementwise, fold_kernel, large_topk, pick
+from . import elementwise, fold_kernel, pick, topk
 from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout, describe_numbers
 from .histogram import Bands, DiagonalLaunch, HistogramLaunch, SummedPlaces, rewrite_bands, rewrite_sums
 from .joint_launch import JointLaunch
@@ -462,7 +462,7 @@ def prepare_or_refuse(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFo
 
 def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    folds = large_topk.list_panel_folds(fold) if selects_from_panels(fold) else [fold]
+    folds = topk.list_panel_folds(fold) if selects_from_panels(fold) else [fold]
     every = [prepare(one, leaves, sizes) for one in folds]
     found = {over: plan for ready in every if ready for one in ready.launches for over, plan in one.plans.items()}
     if None in every:
@@ -474,8 +474,8 @@ def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[i
 
 
 def selects_from_panels(fold: Fold) -> bool:
-    """True where a fold has a top-k whose list does not fit in registers: ``large_topk.py`` runs its parts."""
-    return any(r.attrs[0] == "topk" for r in fold.reductions) and large_topk.selects_from_panels(fold)
+    """True where a fold has a top-k whose list does not fit in registers: ``topk.py`` runs its parts."""
+    return any(r.attrs[0] == "topk" for r in fold.reductions) and topk.selects_from_panels(fold)
 
 
 def list_sources(fold: Fold) -> list[Path]:

@@ -471,8 +471,8 @@ def launch_on_grid(known: Relaunch | None, grid: int, arguments: Sequence[Any]) 
 class LaunchCache:
     """Relaunchers by all that they depend on; the oldest is dropped when there are too many."""
 
-    def __init__(self, most: int = _MOST_LAUNCHERS):
-        self.relaunchers: BoundedCache[tuple, Relaunch] = BoundedCache(most)
+    def __init__(self) -> None:
+        self.relaunchers: BoundedCache[tuple, Relaunch] = BoundedCache(_MOST_LAUNCHERS)
 
     def __call__(self, key: tuple, first: Callable[[], Relaunch | None], arguments: Sequence[Any]) -> Relaunch | None:
         """Relaunch what was launched with this key before, else call ``first``, which launches and returns a

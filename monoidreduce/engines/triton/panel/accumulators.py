@@ -356,7 +356,7 @@ class Accumulators:
         if completes:
             outs: Sequence[tuple[slice, Tensor]] = [(slice(None), self._complete_sum(key, rows, width))]
         else:
-            outs = self._find_totals(key, over, kept, folded, width)
+            outs = self._find_totals(key, over, kept, width)
         corrections = weights.corrections
         for k, (c, vector) in enumerate(zip(one.products, vectors, strict=True)):
             weight = weights.matrices[c.weight]
@@ -392,9 +392,7 @@ class Accumulators:
             self.complete[key] = empty(self.sizes.rows, width)
         return self.complete[key][rows]
 
-    def _find_totals(
-        self, key: Key, over: str, kept: slice, folded: slice, width: int
-    ) -> Sequence[tuple[slice, Tensor]]:
+    def _find_totals(self, key: Key, over: str, kept: slice, width: int) -> Sequence[tuple[slice, Tensor]]:
         """What to add to, in pieces: the whole total, or float32 totals of some rows or columns where 16 bits would be
         rounded too often.
 
