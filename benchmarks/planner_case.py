@@ -22,8 +22,8 @@ from monoidreduce import autotune, tuning
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.explain import measure
-from monoidreduce.plan import candidates, disk
-from monoidreduce.plan.op_counts import Case, folded_axes
+from monoidreduce.plan import candidates, schedule
+from monoidreduce.plan.candidates import Case, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import call_cost
 
@@ -124,14 +124,14 @@ def tuned(op: Any, args: list[Tensor]) -> tuple[dict[str, Choice], dict[str, Tim
 @contextlib.contextmanager
 def tuned_plans() -> Iterator[None]:
     """What is tuned inside the block is known inside such blocks alone."""
-    kept = disk.FOLDER
-    disk.FOLDER = f"{kept}-tuned"
-    disk.forget()
+    kept = schedule.FOLDER
+    schedule.FOLDER = f"{kept}-tuned"
+    schedule.forget()
     try:
         yield
     finally:
-        disk.FOLDER = kept
-        disk.forget()
+        schedule.FOLDER = kept
+        schedule.forget()
 
 
 def _tried(choice: Choice, call: tuning.FoldRun, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:

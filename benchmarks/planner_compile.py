@@ -18,7 +18,7 @@ import torch
 from monoidreduce import tuning
 from monoidreduce.engines import auto
 from monoidreduce.plan import candidates
-from monoidreduce.plan.op_counts import Case
+from monoidreduce.plan.candidates import Case
 from monoidreduce.plan.schedule import Choice
 
 from .planner_case import PASSES, folds, following, varied, ways

@@ -32,7 +32,7 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import small_kernels
 from monoidreduce.engines.triton.launch import descriptors, driver
 from monoidreduce.engines.triton.panel import accumulators, kernel_step
-from monoidreduce.plan import op_counts, schedule
+from monoidreduce.plan import candidates, schedule
 from monoidreduce.plan.candidates import ScheduleCost
 from monoidreduce.runtime import call_cost, dispatch
 from monoidreduce.runtime.dry_run import LiveMemory
@@ -57,7 +57,7 @@ def h200(again: bool = False) -> Iterator[None]:
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(make_shift_descriptor=on_cpu)),
         (driver, {f"has_{name}": yes for name in _ABILITIES} | device | dict(make_relauncher=lambda *given: _nothing)),
-        (op_counts, dict(get_rates=lambda device: op_counts.GPUS["hopper"])),
+        (candidates, dict(get_rates=lambda device: candidates.GPUS["hopper"])),
         (dispatch, dict(find_saving_fold=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (dispatch, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, multiply_into_panel=_heard)),

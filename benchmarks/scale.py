@@ -12,7 +12,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from monoidreduce.plan.communication import best_mesh, gather_bytes, grid_bytes, reduce_bytes, ring_bytes
+from monoidreduce.plan.communication import best_mesh, gather_bytes, grid_bytes, reduce_bytes
 
 PRODUCTS = 400e12  # FLOP/s of bf16 products within a fold
 NODE, FABRIC = 400e9, 50e9  # bytes/s of a GPU to its seven neighbours, and beyond
@@ -29,6 +29,12 @@ class Point:
 
     seconds: float
     bytes: float
+
+
+def ring_bytes(moving: float, carried: float, ranks: int) -> float:
+    """Bytes sent by a rank in one turn of the ring: shards of ``moving`` bytes in all visit every other rank, and their
+    partial results, ``carried`` bytes in all, return."""
+    return (ranks - 1) / ranks * (moving + carried)
 
 
 def wire(sent: float, messages: float, ranks: int) -> float:

@@ -42,9 +42,8 @@ try:
         from .op import Op, op
         from .plan import cache
         from .plan.budget import budget
-        from .program.declarations import Batch, Col, Pair, Row, Table
         from .program.symbol import functions
-        from .program.tables import lookup
+        from .program.trace import Batch, Col, Pair, Row, Table
         from .program.vocabulary import all as all
         from .program.vocabulary import any as any
         from .program.vocabulary import (
@@ -55,6 +54,7 @@ try:
             dropout,
             gumbel,
             logsumexp,
+            lookup,
             mean,
             num_cols,
             num_rows,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,15 +19,16 @@ from torch import Tensor
 from .engines import eager, triton
 from .engines.common.block_gradients import describe_blocks, estimate_gradient
 from .engines.common.evaluate import Sizes
+from .errors import NoGradientError
 from .plan import settings
 from .plan.budget import format_ceil as _size
-from .plan.candidates import Cost, Part, ScheduleCost
-from .plan.op_counts import DeviceRates
-from .program.compile import Stage, compile_program, list_stages
-from .program.lower import Fold, Lowered
+from .plan.candidates import Cost, DeviceRates, Part, ScheduleCost
+from .program.expression import Expr, topological
+from .program.gradient import FoldGradient
+from .program.lower import Fold, Lowered, Source, compile_program, run_passes
 from .program.trace import TracedBody
 from .reductions import kind_of
-from .reductions.derived_gradient import gradient_source
+from .reductions.user import gradient_source
 from .runtime import call_cost, dispatch
 from .runtime.call_cost import ListedPairs
 from .runtime.dispatch import choose_step_class
@@ -330,3 +332,160 @@ def _measure_peak(step: Callable[[], None], given: Sequence[Tensor], device: tor
     step()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+# Programs after each pass of the compiler
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A program after one compiler pass, as text."""
+
+    program: str  # "forward", or "backward of pass 1"
+    compiler_pass: str
+    text: str
+
+
+def list_stages(outputs: tuple[Expr, ...], wanted: Sequence[str] = ()) -> Iterator[Stage]:
+    """The text of a program after each compiler pass; then that of the gradient of each of its passes, last first.
+
+    ``wanted``: the names of the inputs whose gradients are asked for; none of them, and there is no backward."""
+    yield from _list_stages("forward", outputs)
+    if not wanted:
+        return
+    program = compile_program(outputs)
+    for number, p in reversed(list(enumerate(program.passes, 1))):
+        asked = tuple(feed.dtype == "float" and _depends_on(feed, wanted) for feed in p.feeds)
+        source = FoldGradient(p.fold, asked, (True,) * len(p.fold.outputs))
+        try:
+            yield from _list_stages(f"backward of pass {number}", source)
+        except NoGradientError as error:
+            yield Stage(f"backward of pass {number}", "gradient", str(error))
+
+
+def _list_stages(program: str, source: Source) -> list[Stage]:
+    found: list[Stage] = []
+
+    def observe(name: str, result: Any) -> None:
+        write = _FORMATS.get(name, format_outputs)
+        found.append(Stage(program, name, write(result)))
+
+    run_passes(source, observe)
+    return found
+
+
+def _depends_on(feed: Expr, names: Sequence[str]) -> bool:
+    return any(e.op == "input" and e.attrs[0] in names for e in topological([feed]))
+
+
+# Programs as text, for people: one line for each shared or long subexpression, then what is returned.
+# ``t0 = q @ k  # per pair`` names a temporary; ``soft[cols](t0, v).mean1`` is a result of a reduction over columns;
+# ``x0 <- q`` says what is fed to a leaf of a fold.
+
+
+_WIDEST = 80  # characters of an expression, from which on it gets a line of its own
+_ATOM = 9  # the precedence of names, numbers and calls, which need no parentheses
+_INFIX = {  # sign and precedence, as in Python
+    "eq": ("==", 1), "ne": ("!=", 1), "lt": ("<", 1), "le": ("<=", 1), "gt": (">", 1), "ge": (">=", 1),
+    "logical_or": ("|", 2), "logical_xor": ("^", 3), "logical_and": ("&", 4), "bitwise_or": ("|", 2),
+    "bitwise_xor": ("^", 3), "bitwise_and": ("&", 4), "add": ("+", 5), "sub": ("-", 5),
+    "mul": ("*", 6), "div": ("/", 6), "dot": ("@", 6), "floor_divide": ("//", 6), "remainder": ("%", 6),
+    "pow": ("**", 8),
+}  # fmt: skip
+_PREFIX = {"neg": ("-", 7), "logical_not": ("~", 7), "bitwise_not": ("~", 7)}
+
+
+def format_outputs(outputs: Iterable[Expr | None], known: Mapping[Expr, str] | None = None) -> str:
+    """Expressions, after the temporaries that they are made of; ``known``: the names that some of them already have."""
+    roots = [e for e in outputs if e is not None]
+    lines, texts = _format(roots, known or {})
+    return "\n".join([*lines, f"return {', '.join(texts) or 'nothing'}"])
+
+
+def format_groups(groups: Sequence[Sequence[Expr]]) -> str:
+    """The reductions of each pass."""
+    known = {e: f"pass{n}.r{k}" for n, group in enumerate(groups, 1) for k, e in enumerate(group)}
+    lines = []
+    for n, group in enumerate(groups, 1):
+        mine = {e: name for e, name in known.items() if e not in group}
+        made, texts = _format(group, mine)
+        lines += [f"pass {n}:", *(f"    {line}" for line in made)]
+        lines += [f"    {known[e]} = {text}" for e, text in zip(group, texts, strict=True)]
+    return "\n".join(lines) or "no pass over the pairs"
+
+
+def format_lowered(program: Lowered) -> str:
+    """The passes, each with what is fed to its leaves, and the outputs that are made of their results."""
+    known: dict[Expr, str] = {}
+    lines = []
+    for n, p in enumerate(program.passes, 1):
+        made, texts = _format(p.feeds, known)
+        fed = [f"{leaf} <- {text}" + _format_axes(leaf) for leaf, text in zip(p.fold.leaves, texts, strict=True)]
+        inner, reductions = _format([e for pair in p.fold.scaled for e in pair], {})
+        lines += [f"pass {n}:", *(f"    {line}" for line in (*made, *fed, *inner))]
+        for k, (text, scale) in enumerate(zip(reductions[::2], reductions[1::2], strict=True)):
+            lines.append(f"    pass{n}.r{k} = {text}" + ("" if scale == "1.0" else f" * {scale}"))
+        places = {r: k for k, r in enumerate(p.fold.reductions)}
+        for users, (r, k) in zip(p.results, p.fold.outputs, strict=True):
+            known |= dict.fromkeys(users, f"pass{n}.r{places[r]}{_format_result_suffix(r, k)}")
+    return "\n".join([*lines, format_outputs(program.outputs, known)])
+
+
+def _format(roots: Sequence[Expr], known: Mapping[Expr, str]) -> tuple[list[str], list[str]]:
+    """The lines of the temporaries, and the text of each root."""
+    order = topological(roots, stop=known.__contains__)
+    uses = Counter(a for e in order if e not in known for a in e.args)
+    lines: list[str] = []
+    texts: dict[Expr, tuple[str, int]] = {}  # the text of a node, and how strongly it binds
+    for e in order:
+        text, binds = (known[e], _ATOM) if e in known else _format_node(e, texts)
+        if e.args and e not in known and (uses[e] > 1 or (uses[e] and len(text) > _WIDEST)):
+            name = f"t{len(lines)}"
+            lines.append(f"{name} = {text}{_format_axes(e)}")
+            text, binds = name, _ATOM
+        texts[e] = text, binds
+    return lines, [texts[e][0] for e in roots]
+
+
+def _format_node(e: Expr, texts: Mapping[Expr, tuple[str, int]]) -> tuple[str, int]:
+    args = [texts[a] for a in e.args]
+    if e.op in _INFIX:
+        sign, binds = _INFIX[e.op]
+        left, right = _in_parentheses(args[0], binds + (binds == 1)), _in_parentheses(args[1], binds + 1)
+        return f"{left} {sign} {right}", binds
+    if e.op in _PREFIX:
+        sign, binds = _PREFIX[e.op]
+        return f"{sign}{_in_parentheses(args[0], binds)}", binds
+    if e.op in ("const", "input", "leaf"):
+        return str(e.attrs[0]), _ATOM if not str(e.attrs[0]).startswith("-") else 7
+    if e.op == "size":
+        return f"num_{e.attrs[0]}", _ATOM
+    if e.op == "result":
+        return f"{args[0][0]}{_format_result_suffix(e.args[0], e.attrs[0])}", _ATOM
+    inner = ", ".join(text for text, _ in args)
+    if e.op == "reduce":
+        kind, over, params = e.attrs
+        extra = "".join(f", {getattr(p, '__name__', p)}" for p in params)
+        return f"{kind}[{over}]({inner}{extra})", _ATOM
+    attributes = "".join(f", {a}" for a in e.attrs if a is not None)
+    return (f"{e.op}({inner}{attributes})" if e.args or e.attrs else e.op), _ATOM
+
+
+def _format_result_suffix(reduction: Expr, k: int) -> str:
+    """How the k-th result of a reduction is written: ``.index``; nothing where there is only one."""
+    names = kind_of(reduction).result_names(reduction.args, reduction.attrs[2])
+    return f".{names[k]}" if len(names) > 1 else ""
+
+
+def _in_parentheses(arg: tuple[str, int], least: int) -> str:
+    text, binds = arg
+    return text if binds >= least else f"({text})"
+
+
+def _format_axes(e: Expr) -> str:
+    """A comment that says how many values an expression stands for."""
+    place = "per pair" if e.is_pair else "per row" if e.rows else "per column" if e.cols else "one"
+    return f"  # {place}" + ("" if e.feature is None else f', vector over "{e.feature}"')
+
+
+_FORMATS: dict[str, Callable[[Any], str]] = {"group reductions": format_groups, "hoist one-sided": format_lowered}

@@ -34,13 +34,11 @@ from .plan import panel_layout
 from .plan.budget import budget
 from .plan.candidates import Cost
 from .plan.settings import requested_budget
-from .program import declarations
-from .program.compile import compile_program
-from .program.declarations import inputs_of as domain_inputs
-from .program.declarations import public_name
+from .program import trace
 from .program.expression import Expr
-from .program.lower import Lowered
-from .program.trace import TracedBody, find_place
+from .program.lower import Lowered, compile_program
+from .program.trace import RESERVED, Parameter, TracedBody, find_place, public_name
+from .program.trace import inputs_of as domain_inputs
 from .runtime import bind, call_cost, dispatch, recorder, table_range, torch_operator, torch_replay
 from .runtime.bind import bind_inputs, check_kind, check_sizes, find_sizes, output_axes, output_form
 from .runtime.call import CallForm, CallPlan, Plans, Programs, format_results
@@ -73,11 +71,11 @@ class Op(torch_operator.Compiled, Generic[Result]):
         self,
         function: Callable,
         domain: tuple | None = None,
-        parameters: Mapping[str, declarations.Parameter] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ):
         functools.update_wrapper(self, function)
         self.function = function
-        self.parameters = declarations.parameters(function) if parameters is None else dict(parameters)
+        self.parameters = trace.parameters(function) if parameters is None else dict(parameters)
         self.signature = inspect.signature(function)
         self.domain = domain  # the form of the pairs that exist (``runtime/bind.py``); None: all
         if domain is not None:
@@ -94,8 +92,8 @@ class Op(torch_operator.Compiled, Generic[Result]):
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        if declarations.RESERVED in kwargs and kwargs[declarations.RESERVED] is None:  # all pairs
-            del kwargs[declarations.RESERVED]
+        if RESERVED in kwargs and kwargs[RESERVED] is None:  # all pairs
+            del kwargs[RESERVED]
         if torch.compiler.is_dynamo_compiling():
             if _has_scaled(args, kwargs):
                 op, call = self._find_stored_variant(args, kwargs)
@@ -107,7 +105,7 @@ class Op(torch_operator.Compiled, Generic[Result]):
             if jagged.any_nested([*args, *kwargs.values()]):
                 return self._call_with_values(args, kwargs)
             return self._run_compiled(args, kwargs)
-        if declarations.RESERVED in kwargs:
+        if RESERVED in kwargs:
             return self._call_variant(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         key, plan = self._plans.find(len(args), kwargs, values)
@@ -193,7 +191,7 @@ class Op(torch_operator.Compiled, Generic[Result]):
         """
         if torch.compiler.is_dynamo_compiling() and not _has_scaled(args, kwargs):
             return self._run_compiled(args, kwargs, total=True)
-        if declarations.RESERVED in kwargs and arrays.has_arrays((*args, *kwargs.values())):
+        if RESERVED in kwargs and arrays.has_arrays((*args, *kwargs.values())):
             return arrays.call_with_tensors(self.total, list(self.parameters), args, kwargs)
         op, args, kwargs = self._resolve(args, kwargs)
         if op is not self:
@@ -242,7 +240,7 @@ class Op(torch_operator.Compiled, Generic[Result]):
         >>> all(fold.seconds <= fold.safe_seconds for fold in attention.tune(*torch.randn(3, 300, 8)).folds)
         True
         """
-        if declarations.RESERVED in kwargs:
+        if RESERVED in kwargs:
             raise ArgumentError(detail="tune was given cols", fix="Call the op: listed pairs have one schedule")
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
@@ -356,7 +354,7 @@ class Op(torch_operator.Compiled, Generic[Result]):
         >>> nearest.stream(corpus[3:5]).over(mr.chunks(corpus, size=4)).tolist()
         [3, 4]
         """
-        if declarations.RESERVED in kwargs:
+        if RESERVED in kwargs:
             raise StreamError(
                 detail="stream was given cols, whose lists name columns that are not there yet",
                 fix="Give all columns at once, or hide pairs with a condition in the body",
@@ -425,9 +423,9 @@ class Op(torch_operator.Compiled, Generic[Result]):
         is this one."""
         if _has_scaled(args, kwargs):
             return self._find_stored_variant(args, kwargs)
-        if kwargs.get(declarations.RESERVED) is not None:
+        if kwargs.get(RESERVED) is not None:
             return self._find_domain_variant(args, kwargs)
-        kwargs.pop(declarations.RESERVED, None)
+        kwargs.pop(RESERVED, None)
         return None
 
     def _resolve(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, tuple, dict[str, Any]]:
@@ -454,16 +452,16 @@ class Op(torch_operator.Compiled, Generic[Result]):
             raise ArgumentError(
                 detail=f"{self.function.__name__}: too many positional arguments", fix=f"It is declared as {self!r}"
             )
-        self._check_keywords(kwargs, (*self.parameters, declarations.RESERVED))
+        self._check_keywords(kwargs, (*self.parameters, RESERVED))
         forms, given = split_arguments({**dict(zip(self.parameters, args, strict=False)), **kwargs})
         op = getattr(self, self._name_variant("stored", *forms)) if forms else self
         return op, bind.DomainCall((), given)
 
     def _find_domain_variant(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Op, bind.DomainCall]:
         """The op over the pairs that the keyword ``cols`` says."""
-        own = {n: v for n, v in kwargs.items() if n != declarations.RESERVED}
+        own = {n: v for n, v in kwargs.items() if n != RESERVED}
         try:
-            domain = bind.check_domain(kwargs[declarations.RESERVED])
+            domain = bind.check_domain(kwargs[RESERVED])
             parameters = getattr(self, self._name_variant("over", *domain.form)).parameters
             call = bind.bind_domain(parameters, self._bind(args, own, parameters), domain)
             return getattr(self, self._name_variant("over", *call.form)), call
@@ -527,7 +525,7 @@ class Op(torch_operator.Compiled, Generic[Result]):
         return traced, values, sizes, out
 
     def _bind(
-        self, args: tuple, kwargs: Mapping[str, Any], parameters: Mapping[str, declarations.Parameter] | None = None
+        self, args: tuple, kwargs: Mapping[str, Any], parameters: Mapping[str, Parameter] | None = None
     ) -> dict[str, Any]:
         """The arguments by name; ``parameters``: as what they are declared, if not as the op's."""
         self._check_keywords(kwargs, self.parameters)
@@ -575,7 +573,7 @@ def _has_scaled(args: tuple, kwargs: Mapping[str, Any]) -> bool:
     return True in [isinstance(v, Scaled) for v in (*args, *kwargs.values())]
 
 
-def _describe_axis(p: declarations.Parameter, axis: str) -> Argument:
+def _describe_axis(p: Parameter, axis: str) -> Argument:
     """How an argument of rows or columns is cut."""
     behind = len(p.tail) - p.tail.index(axis)
     return Argument(p.optional, lambda rank: rank - behind)

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from . import arrays
 from .engines.common.evaluate import unpack
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
-from .program.declarations import STORED, Parameter
+from .program.trace import STORED, Parameter
 
 # What has a scale of its own: all vectors, a batch element, a vector, a block of a vector's features
 _NUMBER, _BATCH, _VECTOR, _BLOCK = "number", "batch", "vector", "block"

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .engines import auto, triton
-from .engines.common import combine, evaluate, matmul, oom_retry
+from .engines.common import combine, evaluate, oom_retry
 from .engines.common.evaluate import Sizes
 from .errors import EngineError
-from .plan import candidates, disk, settings
-from .plan.op_counts import Case, folded_axes
+from .plan import candidates, schedule, settings
+from .plan.candidates import Case, folded_axes
 from .plan.schedule import Choice, follow
 from .program.expression import Expr
 from .program.lower import Fold, Lowered, is_digest_portable
@@ -138,7 +138,7 @@ def _scale_of(b: Tensor) -> Tensor:
 
 def tolerance(leaves: Sequence[Any]) -> float:
     """The relative difference allowed between results of these leaves."""
-    coarse = matmul.float32_precision() == "tf32"
+    coarse = evaluate.float32_precision() == "tf32"
     tensors = [v for v in leaves if isinstance(v, Tensor) and v.dtype in _APART]
     found = [_APART_TF32 if coarse and v.is_cuda and v.itemsize == 4 else _APART[v.dtype] for v in tensors]
     return max(found, default=_APART[torch.float32])
@@ -236,7 +236,7 @@ FINAL = 1.1  # candidates within this factor of the best are timed again, in tur
 LONGER = 3  # how much longer the final timing is: these differ by a few per cent
 GAIN = 0.98  # a tuned plan takes at most this share of the safe plan's time; smaller gains are noise
 FoldRun = tuple[Fold, Sequence[Any], Sizes]  # one fold, its leaves and its sizes
-_sessions: dict[disk.Key, Session] = {}
+_sessions: dict[schedule.Key, Session] = {}
 _lock = threading.Lock()
 _current_recording: Recording | None = None
 
@@ -273,7 +273,7 @@ def is_recording() -> bool:
 class Tuned:
     """The result of tuning a fold, or a whole call."""
 
-    key: disk.Key
+    key: schedule.Key
     fold: str  # its reductions and sizes, as text
     safe: Choice
     winner: Choice
@@ -392,7 +392,7 @@ class Session:
         tuned = best if times[best] < GAIN * safe else self.safe
         mine = times[tuned]
         measured = {"seconds": mine, "safe": safe, "tried": len(self.trials)}
-        lasting = disk.remember_choice(self.key, tuned, measured, is_digest_portable(self.key.program))
+        lasting = schedule.remember_choice(self.key, tuned, measured, is_digest_portable(self.key.program))
         kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in fold.reductions)
         shape = f"{sizes.rows} × {sizes.cols}" + (f" × {tuple(sizes.batch)}" if sizes.batch else "")
         return Tuned(self.key, f"{kinds}, {shape}", self.safe, tuned, mine, safe, tuple(self.trials), lasting)
@@ -414,7 +414,7 @@ def _run_and_try_one(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Te
     captured = sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     with _lock:
         session = _sessions.get(key)
-        if session is None and not captured and disk.recall(key) is None:
+        if session is None and not captured and schedule.recall(key) is None:
             session = _sessions[key] = Session(case, sizes.device)
     if session is None or captured or not session.busy.acquire(blocking=False):
         return auto.run(fold, leaves, sizes)
@@ -519,7 +519,7 @@ def tune_call(call: TunableCall, given: tuple[Any, ...], asks: bool) -> Tuned | 
     best = others[0] if tuned is dense else safe
     key = auto.call_key(call.program, own, call.sizes, asks)
     measured = {"seconds": best, "safe": safe, "tried": 1}
-    lasting = disk.remember_choice(key, tuned, measured, is_digest_portable(key.program))
+    lasting = schedule.remember_choice(key, tuned, measured, is_digest_portable(key.program))
     trials = (Trial(dense, others[0] if others else None, refused),)
     shape = f"{call.sizes.rows} × {call.sizes.cols}"
     return Tuned(key, f"the call, {shape}", passes, tuned, best, safe, trials, lasting)

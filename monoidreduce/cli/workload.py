@@ -34,8 +34,8 @@ from ..engines.common.evaluate import Evaluator, Value
 from ..errors import MonoidReduceError
 from ..op import Op
 from ..program.constructors import Term, terms
-from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
+from ..program.trace import Parameter
 from ..runtime.bind import bind_inputs
 from ..runtime.call import format_results
 from .command import CommandError

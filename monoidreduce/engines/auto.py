@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..plan import candidates, disk, op_counts, schedule, settings
-from ..plan.op_counts import Case, round_length
-from ..plan.schedule import Choice
+from ..plan import candidates, schedule, settings
+from ..plan.candidates import Case
+from ..plan.schedule import Choice, round_length
 from ..program.expression import Expr, index, size
 from ..program.lower import Fold, Lowered, conditions, digest_fold
 from . import eager, panel, triton
-from .common import matmul
+from .common import evaluate, matmul
 from .common.evaluate import Sizes
 from .eager import tile_code, tile_walk
 from .panel import as_program, split_into_loops, split_softmax_means
 
 # The engine ``auto``: runs every fold by its choice of schedule, made once for a fold, its sizes and types.
 #
-# Gathers what a choice depends on (a :class:`~monoidreduce.plan.op_counts.Case`, and the key of a tuned plan), asks
+# Gathers what a choice depends on (a :class:`~monoidreduce.plan.candidates.Case`, and the key of a tuned plan), asks
 # ``plan/candidates.py``, and calls the engine that the choice names. The other engines know nothing of choices.
 
 _CHOICES: dict[tuple, tuple[Fold, Choice, Choice]] = {}  # as reported, and as executed (see _choose)
@@ -138,22 +140,51 @@ def _step_class(device: torch.device) -> panel.StepClass:
 # Tuned plans --------------------------------------------------------------------------------------------------
 
 
-def fold_key(case: Case, device: torch.device) -> disk.Key:
+@functools.cache
+def _read_gpu_name(device: torch.device) -> str:
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.major}.{found.minor}, {found.multi_processor_count} processors"
+
+
+@functools.cache
+def _read_cpu_name() -> str:
+    info: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            info.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    names = [info[n] for n in ("model name", "CPU implementer", "CPU part") if n in info]
+    return " ".join([platform.machine(), *(names or [platform.processor()])])
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a device, and on a CPU the number of threads: measurements hold for all devices of that name."""
+    interpreted = ", interpreted" if settings.interprets_kernels() else ""
+    if device.type == "cuda":
+        return _read_gpu_name(device)
+    return (
+        f"{_read_cpu_name() if device.type == 'cpu' else device.type}, {torch.get_num_threads()} threads{interpreted}"
+    )
+
+
+def fold_key(case: Case, device: torch.device) -> schedule.Key:
     """What a tuned plan of a fold depends on."""
-    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {matmul.float32_precision()}"
+    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {evaluate.float32_precision()}"
     lengths = (case.batch, case.rows, case.cols)
-    return disk.make_key(case.name, "", lengths, case.letters, types, op_counts.device_name(device))
+    return schedule.make_key(case.name, "", lengths, case.letters, types, device_name(device))
 
 
-def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: bool) -> disk.Key:
+def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: bool) -> schedule.Key:
     """What the tuned choice of a whole call, dense or tiled, depends on."""
     kinds = sorted({str(v.dtype)[6:] for v in given if isinstance(v, Tensor)})
     gradients = "with" if backward else "without"
-    types = f"{', '.join(kinds)}, {gradients} gradients, {matmul.float32_precision()}"
+    types = f"{', '.join(kinds)}, {gradients} gradients, {evaluate.float32_precision()}"
     lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
     name = digest_fold(Fold((), program.outputs))
-    letters, device = sorted(sizes.letters.items()), op_counts.device_name(sizes.device)
-    return disk.make_key(name, "call ", lengths, letters, types, device)
+    letters, device = sorted(sizes.letters.items()), device_name(sizes.device)
+    return schedule.make_key(name, "call ", lengths, letters, types, device)
 
 
 # What a choice depends on -------------------------------------------------------------------------------------
@@ -201,7 +232,7 @@ def case_without_leaves(
         str(dtype)[6:],
         dtype.itemsize,
         sizes.compute.itemsize,
-        op_counts.get_rates(sizes.device),
+        candidates.get_rates(sizes.device),
         gpu=sizes.device.type == "cuda",
     )
     if numbers is None:

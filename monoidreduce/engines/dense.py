@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ReferenceLimitError
-from ..program.declarations import COL_SEQUENCE, ROW_SEQUENCE
 from ..program.expression import Expr, topological
-from ..program.lower import Lowered
-from ..program.normal_form import is_pass
+from ..program.lower import Lowered, is_pass
 from ..program.primitives import PRIMITIVES
+from ..program.trace import COL_SEQUENCE, ROW_SEQUENCE
 from ..reductions import kind_of
 from .common import matmul
 from .common.evaluate import Evaluator, Sizes, spread_edges

@@ -29,10 +29,9 @@ from torch import Tensor
 from ..errors import BudgetError
 from ..plan import budget, panel_layout, settings
 from ..plan import schedule as plan
-from ..program.compile import compile_program
 from ..program.constructors import apply, contractions, substitute
 from ..program.expression import Expr, const, node, reduce_node, result, size, topological
-from ..program.lower import Fold, Lowered, Pass, conditions, is_idle
+from ..program.lower import Fold, Lowered, Pass, compile_program, conditions, is_idle
 from ..reductions import kind_of, make, outputs_of
 from ..reductions.base import Accumulator
 from ..reductions.pair import EVERY

@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import StreamError
 from ..program.expression import Expr, size, topological
-from ..program.lower import Fold, Lowered, Pass
-from ..program.normal_form import is_pass
+from ..program.lower import Fold, Lowered, Pass, is_pass
 from .common import combine, subproblem
 from .common.block_gradients import Blocks, add_gradients, iterate_block_reductions, split_cotangents
 from .common.combine import State

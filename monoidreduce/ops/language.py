@@ -7,7 +7,7 @@ gathers them here once, and every layer imports this module as ``mr`` and reads 
 from __future__ import annotations
 
 from ..op import op
-from ..program.declarations import Batch, Col, Pair, Row
+from ..program.trace import Batch, Col, Pair, Row
 from ..program.vocabulary import (  # fmt: skip
     argmax,
     argmin,

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CacheError
-from . import disk
-from .disk import Key, Record
+from . import disk, schedule
+from .schedule import Key, Record
 
 KERNELS, LIBRARIES = "kernels", "cpp"
-_SUFFIXES = {disk.FOLDER: (".json",), KERNELS: (".py",), LIBRARIES: (".so", ".sum")}
+_SUFFIXES = {schedule.FOLDER: (".json",), KERNELS: (".py",), LIBRARIES: (".so", ".sum")}
 
 __all__ = ["Key", "Record", "clear", "export", "import_", "path", "plans"]
 
@@ -38,7 +38,7 @@ def plans() -> list[Record]:
     >>> all(plan.key.program for plan in mr.cache.plans())
     True
     """
-    return disk.list_records()
+    return schedule.list_records()
 
 
 def clear(*, kernels: bool = True) -> int:
@@ -53,12 +53,12 @@ def clear(*, kernels: bool = True) -> int:
     0
     """
     count = 0
-    for name in _SUFFIXES if kernels else (disk.FOLDER,):
+    for name in _SUFFIXES if kernels else (schedule.FOLDER,):
         place = disk.cache_root() / name
         if place.is_dir() and not place.is_symlink():
             found = [file for suffix in _SUFFIXES[name] for file in disk.list_files(place, suffix)]
             count += sum(map(disk.remove, found))
-    disk.forget()
+    schedule.forget()
     return count
 
 
@@ -74,7 +74,7 @@ def export(file: str | os.PathLike[str]) -> int:
     True
     """
     found = plans()
-    body = {"format": disk.FORMAT, "plans": [r.to_json() for r in found]}
+    body = {"format": schedule.FORMAT, "plans": [r.to_json() for r in found]}
     try:
         with disk.open_new(Path(file)) as new:
             new.write(disk.canonical_json(body).encode())
@@ -99,7 +99,7 @@ def import_(file: str | os.PathLike[str]) -> int:
     """
     found = _read_records(Path(file))
     for record in found:
-        disk.remember(record)
+        schedule.remember(record)
     return len(found)
 
 
@@ -110,7 +110,7 @@ def _read_records(file: Path) -> list[Record]:
     except OSError as error:
         raise CacheError(detail=f"plans cannot be read from {file}: {error}", fix="Name a file of export") from None
     body = disk.parse_json(data) if len(data) <= disk.LARGEST else None
-    if not isinstance(body, dict) or not isinstance(body.get("plans"), list) or body.get("format") != disk.FORMAT:
+    if not isinstance(body, dict) or not isinstance(body.get("plans"), list) or body.get("format") != schedule.FORMAT:
         raise CacheError(
             detail=f"{file} holds no plans in the form that this version knows",
             fix="Give a file that mr.cache.export of the same version wrote",

@@ -1,4 +1,4 @@
-"""Communication of a sharded fold, in bytes: what our layouts send (the papers' equations 5 and 9: ``candidates.py``).
+"""Communication of a sharded fold, in bytes: what our layouts send (equations 5, in ``candidates.py``, and 9).
 
 Counts are bytes sent by one rank, averaged over the ranks. ``A`` and ``B`` are the bytes of one row's and one column's
 inputs, ``P`` those of one row's result.
@@ -12,9 +12,20 @@ from dataclasses import dataclass
 from ..program.expression import Expr
 from ..program.lower import Fold
 from ..reductions import kind_of
-from .candidates import backward_cost, forward_cost
+from .candidates import forward_cost
 
 Of = Callable[[str], int]  # the size of a feature letter
+
+
+def backward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
+    """Equation 9: the same for the gradients, which also read results and cotangents and are summed on both sides,
+
+        2 (r / W) L (A + P) + 2 l R B
+
+    >>> backward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
+    480.0
+    """
+    return 2 * (r / W) * L * (A + P) + 2 * l * R * B
 
 
 def best_mesh(ranks: int, L: int, R: int, A: int, B: int, P: int) -> tuple[int, int]:
@@ -41,12 +52,6 @@ def reduce_bytes(payload: float, ranks: int) -> float:
 def gather_bytes(payload: float, ranks: int) -> float:
     """Bytes sent by a rank in an all-gather of ``payload`` bytes from each."""
     return (ranks - 1) * payload
-
-
-def ring_bytes(moving: float, carried: float, ranks: int) -> float:
-    """Bytes sent by a rank in one turn of the ring: shards of ``moving`` bytes in all visit every other rank, and their
-    partial results, ``carried`` bytes in all, return."""
-    return (ranks - 1) / ranks * (moving + carried)
 
 
 def grid_bytes(rows: float, cols: float, ranks: int, slices: int) -> float:
@@ -210,7 +215,6 @@ def estimate_cluster(
     machines: int = 1,
     passes: int = 1,
     disk: float = DISK,
-    overhead: float = OVERHEAD,
 ) -> ClusterCost:
     """The cost of ``rows`` × ``cols`` pairs in units of ``block`` rows × ``stretch`` columns.
 
@@ -218,9 +222,9 @@ def estimate_cluster(
     ``state_bytes``: of one row, one column, and the state of one row; ``pair_bytes``: held of pairs at once.
 
     >>> cost = estimate_cluster(rows=8, cols=8, block=4, chunk=2, stretch=4, chunk_seconds=1.0, row_bytes=0,
-    ...     col_bytes=0, state_bytes=0, pair_bytes=0, workers=2, overhead=0)
+    ...     col_bytes=0, state_bytes=0, pair_bytes=0, workers=2)
     >>> cost.units, cost.unit_seconds, cost.seconds, cost.compute_seconds
-    (4, 2.0, 4.0, 8.0)
+    (4, 2.03, 4.06, 8.0)
     """
     blocks, stretches = -(-rows // block), -(-cols // stretch)
     units = blocks * stretches * passes
@@ -231,7 +235,7 @@ def estimate_cluster(
     moved = height * state_bytes * (1 + 3 * (stretches > 1))  # written; merges read two and write one, for two units
     total_read = passes * (blocks * cols * col_bytes + rows * row_bytes)
     compute = chunks * chunk_seconds
-    unit = compute + (read + moved) / each + overhead
+    unit = compute + (read + moved) / each + OVERHEAD
     return ClusterCost(
         rows,
         cols,

@@ -1,4 +1,4 @@
-"""The traced pair program: expressions, the table of primitives, tracing, and the compiler (``compile.py``).
+"""The traced pair program: expressions, the table of primitives, tracing, and the compiler (``lower.py``).
 
 Two layers, with ``reductions`` between them. Below: expressions, primitives and symbols, in which kinds of reduction
 are written; above: what asks kinds (the vocabulary of bodies, normal form, gradients, lowering). Knows nothing of

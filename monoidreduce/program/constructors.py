@@ -44,6 +44,7 @@ __all__ = [
     "apply",
     "apply_over_features",
     "component",
+    "conditions_of",
     "dot",
     "feature_extreme",
     "find_listed",
@@ -354,6 +355,13 @@ def apply_over_features(name: str, x: Expr) -> Expr:
     )
 
 
+def conditions_of(e: Expr) -> list[Expr]:
+    """The conditions without each of which ``where(c, x, 0)`` is 0: all that c joins; none of any other expression."""
+    if e.op != "where" or not is_constant(e.args[2], 0):
+        return []
+    return topological([e.args[0]], stop=lambda c: c.op not in ("logical_and", "stretches"))
+
+
 def look_up(table: Expr, index: Expr) -> Expr:
     """An entry of a table (a vector of no axis), by an integer."""
     return node("lookup", (table, index), (), rows=index.rows, cols=index.cols, feature=None, dtype=table.dtype)
@@ -422,22 +430,16 @@ class Contraction:
     minus: Expr | None = None
 
 
-def split_products(e: Expr) -> tuple[list[Expr], Expr | None]:
-    """A vector per pair as a sum of products of several vectors (``several.py``), and what is left (None: nothing)."""
-    if any(n.op == "einsum" for n in topological([e], stop=lambda n: n.op not in _LINEAR)):
-        return several.split_products(e)
-    return [], e
-
-
 def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:
     """How Σ value is computed: as products where the value is number × vector, else by walking its features."""
     if value.feature is None:
         return (Contraction(value, None),)
     if value.dtype != "float":  # matrix products are of floats, which would round integers
         return (Contraction(value, None, walk=True),)
-    products, rest = split_products(value)
-    if products:
-        return (*(Contraction(p, None, walk=True) for p in products), *(contractions(rest, over) if rest else ()))
+    if any(n.op == "einsum" for n in topological([value], stop=lambda n: n.op not in _LINEAR)):
+        products, rest = several.split_products(value)
+        if products:
+            return (*(Contraction(p, None, walk=True) for p in products), *(contractions(rest, over) if rest else ()))
     gap = gap_form(value)
     if gap is not None and gap[1].op == gap[2].op == "leaf":
         return (Contraction(gap[0], gap[1], minus=gap[2]),)

@@ -1,10 +1,15 @@
 """The table of primitives: each scalar operation stands here once, and nowhere else.
 
 A row holds how torch evaluates it (with ``out=``, so that engines may work in place), its text in a Triton kernel, its
-derivative, its interval rule and the torch names that mean it. A derivative is written in the language itself: it
-receives the cotangent ``g``, the result ``y`` and the arguments as symbols and returns one cotangent per argument
-(``None``: no gradient). To add an operation, add a row; functions that are short combinations of others are one line in
-``COMPOSITES``."""
+derivative, its interval rule and the torch names that mean it. To add an operation, add a row; functions that are
+short combinations of others are one line in ``COMPOSITES``.
+
+A derivative is written in the language itself: it receives the cotangent ``g``, the result ``y`` and the arguments as
+symbols, and returns one cotangent per argument (``None``: no gradient). Those that take more than a line stand above
+the table. They follow torch's formulas on special values too. Where torch gives no gradient a ``where`` leaves the
+cotangent out: zero times an infinite cotangent would be NaN. What bounds a number (clamp, the hard activations, fmax
+and fmin) has the gradients that the installed torch gives on a bound and to ties.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,134 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import derivatives as d
 from . import intervals as iv
 from . import philox
+
+
+def normal_density(x: Any) -> Any:
+    return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def gelu_slope(x: Any, approximate: str) -> Any:
+    if approximate == "none":
+        return x.primitive("normal_gate") + x * normal_density(x)
+    k = math.sqrt(8 / math.pi)
+    square = x * x
+    s = (x * (k + 0.044715 * k * square)).primitive("gate")  # (1 + tanh) / 2, which the kernel of gelu itself has
+    return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
+
+
+def silu_derivative(g: Any, y: Any, x: Any) -> tuple:
+    s = x.primitive("gate")
+    return (g * (s + y * (1 - s)),)
+
+
+def power_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple:
+    """Of x ** n: 0 for the base where n is 0; for the exponent 0 where 0 is raised to n >= 0, NaN where x < 0."""
+    nothing = (x == 0) & (n >= 0)
+    return (
+        torch.where(n == 0, 0.0, g * (n * torch.pow(x, n - 1))),
+        torch.where(nothing, 0.0, g * (y * torch.log(torch.where(nothing, 1.0, x)))),
+    )
+
+
+def xlogy_derivative(g: Any, y: Any, x: Any, z: Any) -> tuple:
+    """Of x log z: no gradient for x where 0 meets a z that has no logarithm."""
+    return torch.where((x == 0) & (z <= 0), 0.0, g * torch.log(z)), g * x / z
+
+
+def xlog1py(x: Any, z: Any) -> Any:
+    """x log(1 + z), with the digits of a small z; 0 where x is 0 and the logarithm infinite or none."""
+    nothing = (x == 0) & ((z <= -1) | (z == math.inf))
+    return torch.where(nothing, 0.0, x * torch.log1p(torch.where(nothing, 0.0, z)))
+
+
+def lerp(a: Any, b: Any, weight: Any) -> Any:
+    """From the nearer end, as torch does: all of ``b`` where the weight is 1."""
+    if isinstance(weight, (int, float)):
+        return a + weight * (b - a) if abs(weight) < 0.5 else b - (1 - weight) * (b - a)
+    return torch.where(torch.abs(weight) < 0.5, a + weight * (b - a), b - (1 - weight) * (b - a))
+
+
+def logit_derivative(g: Any, y: Any, x: Any) -> tuple:
+    """Outside of [0, 1] there is no logit: NaN."""
+    return (torch.where((x < 0) | (x > 1), math.nan, g / (x * (1 - x))),)
+
+
+def chosen_cotangent(g: Any, a: Any, b: Any, loses: Any) -> Any:
+    """The cotangent of one of two between which a minimum chooses: a tie gives half to each, NaN all to both."""
+    return torch.where(torch.logical_not(loses), torch.where(a == b, 0.5 * g, g), 0.0)
+
+
+def logaddexp_share(a: Any, b: Any, y: Any) -> Any:
+    """exp(a) / (exp(a) + exp(b)) for y = logaddexp(a, b); 0, and not torch's NaN, where both are minus infinity: a sum
+    of nothing has no gradient."""
+    return torch.where(y == -math.inf, 0.0, torch.sigmoid(a - b))
+
+
+def sinc_derivative(g: Any, y: Any, x: Any) -> tuple:
+    """(cos πx - sinc x) / x; within 1/4 of 0, where these cancel, the series in (πx)²."""
+    near = torch.abs(x) < 0.25
+    q = torch.where(near, x, 0.0).square() * (math.pi * math.pi)
+    series: Any = 0.0
+    for k in range(9, 0, -1):
+        series = series * q + (-1) ** k * 2 * k / math.factorial(2 * k + 1)
+    far = torch.where(near, 1.0, x)
+    return (g * torch.where(near, series * x * (math.pi * math.pi), (torch.cos(math.pi * far) - y) / far),)
+
+
+def atan2_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
+    """No gradient at the origin."""
+    square = a * a + b * b
+    g = torch.where(square == 0, 0.0, g / torch.where(square == 0, 1.0, square))
+    return g * b, -(g * a)
+
+
+def copysign_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
+    """The sign's own side has none."""
+    return torch.where(a == 0, 0.0, g * (y / a)), None
+
+
+def fmod_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple:
+    return g, -(g * torch.trunc(a / b))
+
+
+# Bounds
+
+# From torch 2.14 on, clamp passes no gradient on a bound that is a number, and ties of clamp, fmax and fmin are shared.
+_shares_ties = torch.__version__ >= "2.14"  # compared as versions
+
+
+def inside(x: Any, low: float, high: float) -> Any:
+    """torch's hard activations: the gradient passes inside, and not on the bounds nor at NaN."""
+    still = x.detach()
+    bounded = torch.where(still <= low, low, torch.where(still >= high, high, still))
+    return torch.where((x > low) & (x < high), x, bounded)
+
+
+def clamp(x: Any, low: Any, high: Any) -> Any:
+    """torch's clamp, with the gradient of the installed torch; NaN, of either, stays."""
+    if low is not None:
+        x = _apply_bound(x, low, torch.maximum, (x > low, x <= low) if _shares_ties else (x >= low, x < low))
+    if high is not None:
+        x = _apply_bound(x, high, torch.minimum, (x < high, x >= high) if _shares_ties else (x <= high, x > high))
+    return x
+
+
+def _apply_bound(x: Any, bound: Any, choose: Callable[..., Any], sides: tuple[Any, Any]) -> Any:
+    expr = getattr(bound, "expr", None)
+    if _shares_ties and expr is not None and (expr.rows or expr.cols):
+        return choose(x, bound)
+    inside, outside = sides
+    return torch.where(inside, x, torch.where(outside, bound, (x + bound).detach()))
+
+
+def choose_number(choose: Callable[..., Any], wins: Any, a: Any, b: Any) -> Any:
+    """torch's fmax and fmin: NaN loses."""
+    if _shares_ties:
+        return torch.where(torch.isnan(b), a, torch.where(torch.isnan(a), b, choose(a, b)))
+    return torch.where(wins | torch.isnan(b), a, b)
+
 
 aten = torch.ops.aten
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
@@ -105,7 +235,7 @@ _ROWS = [
         ("divide", "true_divide"),
         triton="{0} / {1}",
     ),
-    _P("pow", torch.pow, d.power_derivative, iv.anything, triton="power({0}, {1})", cost=3.0, fast=2.0),
+    _P("pow", torch.pow, power_derivative, iv.anything, triton="power({0}, {1})", cost=3.0, fast=2.0),
     _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",), triton="-{0}"),
     _P(
         "abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",), triton="tl.abs({0})"
@@ -217,7 +347,7 @@ _ROWS = [
         cost=2.0,
         fast=2.0,
     ),
-    _P("sinc", torch.sinc, d.sinc_derivative, iv.wave, triton="sinc({0})", cost=2.0, fast=2.0),
+    _P("sinc", torch.sinc, sinc_derivative, iv.wave, triton="sinc({0})", cost=2.0, fast=2.0),
     _P(
         "asin",
         torch.asin,
@@ -241,7 +371,7 @@ _ROWS = [
     _P(
         "atan2",
         torch.atan2,
-        d.atan2_derivative,
+        atan2_derivative,
         lambda a, b: (-3.1416, 3.1416),
         names=("arctan2",),
         triton="arctan2({0}, {1})",
@@ -321,13 +451,13 @@ _ROWS = [
     _P(
         "xlogy",
         torch.xlogy,
-        d.xlogy_derivative,
+        xlogy_derivative,
         iv.anything,
         triton="tl.where({0} == 0.0, tl.where({1} == {1}, 0.0, {1}), {0} * log({1}))",
         cost=1.0,
         fast=2.0,
     ),
-    _P("logit", torch.logit, d.logit_derivative, iv.anything, triton="log({0}) - log1p(-{0})", cost=2.5, fast=3.0),
+    _P("logit", torch.logit, logit_derivative, iv.anything, triton="log({0}) - log1p(-{0})", cost=2.5, fast=3.0),
     _P(
         "erfc",
         torch.erfc,
@@ -381,7 +511,7 @@ _ROWS = [
     _own(
         "normal_gate",
         torch.special.ndtr,
-        lambda g, y, x: (g * d.normal_density(x),),
+        lambda g, y, x: (g * normal_density(x),),
         triton="normal_gate({0})",
         cost=1.0,
         fast=1.5,
@@ -395,7 +525,7 @@ _ROWS = [
         cost=4.0,
         fast=2.0,
     ),
-    _P("silu", aten.silu, d.silu_derivative, triton="{0} * gate({0})", cost=1.0, fast=1.0),
+    _P("silu", aten.silu, silu_derivative, triton="{0} * gate({0})", cost=1.0, fast=1.0),
     _P(
         "relu",
         aten.relu,
@@ -415,7 +545,7 @@ _ROWS = [
     _P(
         "gelu",
         aten.gelu,
-        lambda g, y, x, approximate: (g * d.gelu_slope(x, approximate),),
+        lambda g, y, x, approximate: (g * gelu_slope(x, approximate),),
         attributes={"approximate": "none"},
         triton="gelu_{approximate}({0})",
         cost=2.0,
@@ -443,7 +573,7 @@ _ROWS = [
     _P(
         "minimum",
         torch.minimum,
-        lambda g, y, a, b: (d.chosen_cotangent(g, a, b, a > b), d.chosen_cotangent(g, a, b, a < b)),
+        lambda g, y, a, b: (chosen_cotangent(g, a, b, a > b), chosen_cotangent(g, a, b, a < b)),
         iv.minimum,
         "same",
         (),
@@ -452,7 +582,7 @@ _ROWS = [
     _P(
         "maximum",
         torch.maximum,
-        lambda g, y, a, b: (d.chosen_cotangent(g, a, b, a < b), d.chosen_cotangent(g, a, b, a > b)),
+        lambda g, y, a, b: (chosen_cotangent(g, a, b, a < b), chosen_cotangent(g, a, b, a > b)),
         iv.maximum,
         "same",
         (),
@@ -469,7 +599,7 @@ _ROWS = [
     _P(
         "logaddexp",
         _logaddexp,
-        lambda g, y, a, b: (g * d.logaddexp_share(a, b, y), g * d.logaddexp_share(b, a, y)),
+        lambda g, y, a, b: (g * logaddexp_share(a, b, y), g * logaddexp_share(b, a, y)),
         triton="logaddexp({0}, {1})",
         cost=2.5,
         fast=2.0,
@@ -517,8 +647,8 @@ _ROWS = [
         "same",
         triton="remainder({0}, {1})",
     ),
-    _P("fmod", torch.fmod, d.fmod_derivative, iv.fmod, "same", triton="fmod({0}, {1})"),
-    _P("copysign", torch.copysign, d.copysign_derivative, iv.copysign, triton="copysign({0}, {1})"),
+    _P("fmod", torch.fmod, fmod_derivative, iv.fmod, "same", triton="fmod({0}, {1})"),
+    _P("copysign", torch.copysign, copysign_derivative, iv.copysign, triton="copysign({0}, {1})"),
     # bits of whole numbers; of truth values these are the logical operations
     _P("bitwise_and", torch.bitwise_and, _no_gradient(2), iv.bitwise_and, "same", triton="{0} & {1}"),
     _P("bitwise_or", torch.bitwise_or, _no_gradient(2), iv.bitwise_or, "same", triton="{0} | {1}"),
@@ -613,17 +743,17 @@ PRIMITIVES: dict[str, Primitive] = {p.name: p for p in _ROWS}
 
 # Functions that are short combinations: torch name -> the same in the language.
 COMPOSITES: dict[str, Callable[..., Any]] = {
-    "clamp": lambda x, min=None, max=None: d.clamp(x, min, max),
-    "clip": lambda x, min=None, max=None: d.clamp(x, min, max),
-    "clamp_min": lambda x, min: d.clamp(x, min, None),
-    "clamp_max": lambda x, max: d.clamp(x, None, max),
-    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: d.inside(x, min_val, max_val),
-    "relu6": lambda x, inplace=False: d.inside(x, 0, 6),
+    "clamp": lambda x, min=None, max=None: clamp(x, min, max),
+    "clip": lambda x, min=None, max=None: clamp(x, min, max),
+    "clamp_min": lambda x, min: clamp(x, min, None),
+    "clamp_max": lambda x, max: clamp(x, None, max),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: inside(x, min_val, max_val),
+    "relu6": lambda x, inplace=False: inside(x, 0, 6),
     "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x))),
     "mish": lambda x, inplace=False: x * x.primitive("mish_gate"),
     "softsign": lambda x: x / (1 + torch.abs(x)),
-    "hardsigmoid": lambda x, inplace=False: d.inside(x / 6 + 0.5, 0.0, 1.0),
-    "hardswish": lambda x, inplace=False: x * d.inside(x / 6 + 0.5, 0.0, 1.0),
+    "hardsigmoid": lambda x, inplace=False: inside(x / 6 + 0.5, 0.0, 1.0),
+    "hardswish": lambda x, inplace=False: x * inside(x / 6 + 0.5, 0.0, 1.0),
     "celu": lambda x, alpha=1.0, inplace=False: torch.where(
         x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x) / alpha)
     ),
@@ -635,13 +765,13 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "rsub": lambda x, y, alpha=1: y - alpha * x,
     "frac": lambda x: x - torch.trunc(x),
     "heaviside": lambda x, values: torch.where(x == 0, values, torch.where(x > 0, 1.0, 0.0)),
-    "fmax": lambda a, b: d.choose_number(torch.maximum, a >= b, a, b),
-    "fmin": lambda a, b: d.choose_number(torch.minimum, a <= b, a, b),
-    "lerp": d.lerp,
+    "fmax": lambda a, b: choose_number(torch.maximum, a >= b, a, b),
+    "fmin": lambda a, b: choose_number(torch.minimum, a <= b, a, b),
+    "lerp": lerp,
     "isfinite": lambda x: torch.logical_not(torch.logical_or(torch.isnan(x), torch.isinf(x))),
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
     "logaddexp2": lambda a, b: torch.logaddexp(a * _LN2, b * _LN2) / _LN2,
-    "xlog1py": d.xlog1py,
+    "xlog1py": xlog1py,
     "entr": lambda x: torch.where(x < 0, -math.inf, -torch.xlogy(x, x)),
     "ndtr": lambda x: 0.5 * torch.erfc(x * -math.sqrt(0.5)),
     "addcmul": lambda x, a, b, value=1: x + value * a * b,

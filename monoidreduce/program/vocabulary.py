@@ -16,9 +16,10 @@ from ..algebra.laws import probe
 from ..errors import ArgumentError, ShapeError, TraceError, UnreducedError, shown
 from ..reductions import make
 from . import constructors, philox
-from .declarations import first_entry
-from .expression import Expr, const, index, size, topological
+from .constructors import apply
+from .expression import Expr, are_several, const, index, size, topological
 from .symbol import Everywhere, Symbol, check_call, current_trace, expr_of, read_value
+from .trace import first_entry
 
 Element = TypeVar("Element", bound=Monoid)  # one of the user's
 
@@ -90,6 +91,51 @@ def sqdist(x: Any, y: Any) -> torch.Tensor:
 
 
 @check_call
+def lookup(table: Any, index: Any, *, clamp: bool = False) -> torch.Tensor:
+    """``table[index]``: an entry of a :class:`~monoidreduce.Table`, by any integer of the pair.
+
+    The index may be made of row and column indices, of sizes, and of integer arguments per row, column, pair or batch
+    element. An index below 0 or beyond the table at a pair that counts (one that no ``torch.where`` leaves out) is an
+    :class:`~monoidreduce.TableError`; with ``clamp=True`` it reads the nearest entry. An index that depends on tensors
+    is checked on a CPU, and on a GPU under ``mr.use(check=True)``, since there the check waits for the device; without
+    it, over ranks and in streams, an entry that does not exist is NaN.
+
+    The gradient of the table is summed in a fixed order, without atomics, and along diagonals where the index is a
+    function of ``mr.row_index - mr.col_index``.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], bias: mr.Table["n"]):
+    ...     return mr.softmax_mean(q @ k + mr.lookup(bias, mr.row_index - mr.col_index + mr.num_cols - 1), v)
+    >>> q, k, v = torch.randn(3, 8, 5, 4).unbind()  # 8 heads of 5 tokens
+    >>> bias = torch.zeros(8, 9, requires_grad=True)
+    >>> attention(q, k, v, bias).sum().backward()
+    >>> bias.grad.shape
+    torch.Size([8, 9])
+    """
+    if current_trace.get() is None:
+        raise TraceError(
+            detail="mr.lookup was called outside the body of an op",
+            fix="Decorate the function that calls it with @mr.op; elsewhere write table[..., index]",
+        )
+    entries, at = expr_of(table), expr_of(index)
+    if entries.feature is None or entries.rows or entries.cols or are_several(entries):
+        raise ArgumentError(
+            detail=f"mr.lookup was given {shown(table)} as a table",
+            fix="Give a parameter declared mr.Table[\"n\"]; read a row's or column's number with torch.where, as "
+            "mr.sum(torch.where(mr.col_index == i, value, 0.0))",
+        )
+    if at.dtype != "int" or at.feature is not None:
+        raise ArgumentError(
+            detail=f"mr.lookup was given {shown(index)} as an index",
+            fix="Give one integer per pair, row or column: x.to(torch.int64), or a // b for a quotient",
+        )
+    if clamp:
+        at = apply("minimum", apply("maximum", at, 0), apply("sub", size(str(entries.feature)), 1))
+    return Symbol(constructors.look_up(entries, at))  # type: ignore[return-value]  # in a body, a tensor
+
+
+@check_call
 def popcount(x: Any, bits: int) -> torch.Tensor:
     """How many of the lowest ``bits`` bits of a whole number are 1; its population count.
 
@@ -111,9 +157,7 @@ def popcount(x: Any, bits: int) -> torch.Tensor:
             detail=f"mr.popcount was asked of {x!r}, a floating-point number",
             fix="Pass the codes as whole numbers (torch.uint8 to torch.int64)",
         )
-    return cast(
-        torch.Tensor, Symbol(constructors.apply("popcount", constructors.apply("cast", e, to="int"), bits=bits))
-    )
+    return cast(torch.Tensor, Symbol(apply("popcount", apply("cast", e, to="int"), bits=bits)))
 
 
 def _is_bool(x: Any) -> bool:
@@ -122,7 +166,7 @@ def _is_bool(x: Any) -> bool:
 
 def _as_ordered(x: Any) -> Any:
     """Truth values as 0 and 1, which can be compared; anything else as it is."""
-    return Symbol(constructors.apply("cast", expr_of(x), to="int")) if _is_bool(x) else x
+    return Symbol(apply("cast", expr_of(x), to="int")) if _is_bool(x) else x
 
 
 def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = False, name: str = "") -> list[Any]:
@@ -148,7 +192,7 @@ def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = F
 
 
 def _number(x: Any) -> Expr:
-    return constructors.apply("cast", expr_of(x), to="float")
+    return apply("cast", expr_of(x), to="float")
 
 
 @check_call
@@ -318,7 +362,7 @@ class TopK(NamedTuple):
         if expr_of(x).dtype == "int":  # in pieces that every float holds exactly
             low, middle, high = x % _PIECE, x // _PIECE % _PIECE, x // _PIECE**2
             pieces = [self._pick(Symbol(_number(piece))) for piece in (low, middle, high)]
-            low, middle, high = (Symbol(constructors.apply("cast", expr_of(p), to="int")) for p in pieces)
+            low, middle, high = (Symbol(apply("cast", expr_of(p), to="int")) for p in pieces)
             return low + _PIECE * (middle + _PIECE * high)
         return self._pick(x)
 
@@ -433,7 +477,7 @@ def count(x: Any = True, *, over: str = "cols") -> torch.Tensor:
 def _count_true(name: str, x: Any, over: str) -> Any:
     if isinstance(x, bool):
         return _count(over) if x else Symbol(const(0))
-    return _reduce("sum", over, (), Symbol(constructors.apply("cast", expr_of(x), to="bool")), name=name)[0]
+    return _reduce("sum", over, (), Symbol(apply("cast", expr_of(x), to="bool")), name=name)[0]
 
 
 @check_call
@@ -517,7 +561,7 @@ def reduce(monoid: type[Element], *, over: str = "cols", **fields: Any) -> Eleme
                 detail=f"field {name} of {monoid.__name__} is a Vector, but was given one number per pair",
                 fix="Give it, or another Vector field, a vector (a Row or Col with a letter), or declare it mr.Scalar",
             )
-        exprs.append(constructors.apply("cast", e, to="float"))
+        exprs.append(apply("cast", e, to="float"))
     results = (
         _reduce("user", over, (monoid,), *(Symbol(e) for e in exprs), vectors=True, name="reduce") if exprs else []
     )
@@ -549,7 +593,7 @@ def _seed_key(seed: Any) -> Expr:
 
 
 def _draw(name: str, seed: Any) -> Any:
-    return Symbol(constructors.apply(name, _seed_key(seed), index("batch"), index("row"), index("col")))
+    return Symbol(apply(name, _seed_key(seed), index("batch"), index("row"), index("col")))
 
 
 @check_call
@@ -592,5 +636,5 @@ def dropout(x: Any, p: Any, seed: Any) -> torch.Tensor:
 def _draw_coin(seed: Any) -> Any:
     """15 bits per pair. Rows have words of their own in each batch element, columns the same in all of them."""
     key, col = _seed_key(seed), index("col")
-    row = constructors.apply("word", key, index("batch"), index("row"))
-    return Symbol(constructors.apply("coin", row, constructors.apply("mark", key, col), col))
+    row = apply("word", key, index("batch"), index("row"))
+    return Symbol(apply("coin", row, apply("mark", key, col), col))

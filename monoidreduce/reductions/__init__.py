@@ -11,10 +11,7 @@ imported: what a kind uses of one is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ..program.expression import Expr, reduce_node, result
-from .base import FastForm, Outputs, Reduction, State
+from .base import KINDS, FastForm, Outputs, Reduction, State, all_have, kind_of, make, outputs_of
 from .best import Best
 from .histogram import Histogram
 from .moments import Moments
@@ -39,29 +36,6 @@ _ROWS = (
     Panel(),
     Histogram(),
 )
-KINDS: dict[str, Reduction] = {kind.name: kind for kind in _ROWS}
-
-
-def kind_of(reduction: Expr) -> Reduction:
-    """The kind of a reduction."""
-    return KINDS[reduction.attrs[0]]
-
-
-def outputs_of(reduction: Expr) -> Outputs:
-    """The feature and the number class of each result of a reduction."""
-    name, _, params = reduction.attrs
-    return KINDS[name].outputs(reduction.args, params)
-
-
-def all_have(form: FastForm, reductions: Iterable[Expr]) -> bool:
-    """Whether all reductions are of kinds that have a fast form."""
-    return all(form in kind_of(r).fast_forms for r in reductions)
-
-
-def make(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> list[Expr]:
-    """The results of a reduction of ``fields`` over ``"cols"``, ``"rows"`` or ``"both"``, as expressions."""
-    reduction = reduce_node(kind, over, params, fields)
-    return [result(reduction, k, feature, dtype) for k, (feature, dtype) in enumerate(outputs_of(reduction))]
-
+KINDS.update({kind.name: kind for kind in _ROWS})
 
 __all__ = ["KINDS", "FastForm", "Outputs", "Reduction", "State", "all_have", "kind_of", "make", "outputs_of"]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..program import intervals as iv
 from ..program.constructors import Contraction, apply
-from ..program.expression import Expr, Feature, node
+from ..program.expression import Expr, Feature, node, reduce_node, result
 from ..program.symbol import Symbol, expr_of
 
 # Accumulators: how tiles in torch fold a kind of reduction, tile by tile, in either direction.
@@ -576,7 +576,7 @@ class Reduction:
     combine_ops: ClassVar[int] = 12  # launches that combine the results of splits
 
     def count_pair(self, counter: Any, r: Expr) -> None:
-        """Add to ``counter`` (of ``plan/op_counts.py``) what one pair takes."""
+        """Add to ``counter`` (of ``plan/candidates.py``) what one pair takes."""
         for a in r.args:
             counter.count_value(a)
         counter.plain += self.plain_ops
@@ -598,6 +598,33 @@ class _Plain:
     def __call__(self, sizes: Any, *fields: Tensor) -> list[Tensor]:
         found = self.kind.dense(list(fields), list(self.vectors), self.over, self.params, sizes.of(self.over))
         return [v.squeeze(len(sizes.batch) + (self.over == "cols")) for v in found]
+
+
+# The kind of a reduction, a node of a program ---------------------------------------------------------------------
+
+KINDS: dict[str, Reduction] = {}  # all kinds by name: the table of the package, which its ``__init__.py`` writes out
+
+
+def kind_of(reduction: Expr) -> Reduction:
+    """The kind of a reduction."""
+    return KINDS[reduction.attrs[0]]
+
+
+def outputs_of(reduction: Expr) -> Outputs:
+    """The feature and the number class of each result of a reduction."""
+    name, _, params = reduction.attrs
+    return KINDS[name].outputs(reduction.args, params)
+
+
+def all_have(form: FastForm, reductions: Iterable[Expr]) -> bool:
+    """Whether all reductions are of kinds that have a fast form."""
+    return all(form in kind_of(r).fast_forms for r in reductions)
+
+
+def make(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> list[Expr]:
+    """The results of a reduction of ``fields`` over ``"cols"``, ``"rows"`` or ``"both"``, as expressions."""
+    reduction = reduce_node(kind, over, params, fields)
+    return [result(reduction, k, feature, dtype) for k, (feature, dtype) in enumerate(outputs_of(reduction))]
 
 
 # Shared by kinds ------------------------------------------------------------------------------------------------

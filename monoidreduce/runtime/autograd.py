@@ -38,7 +38,7 @@ from ..engines.common.gradient_program import (
 from ..engines.common.torch_code import Elementwise, define, script, tuple_text
 from ..errors import NoGradientError
 from ..plan import settings
-from ..program.loss_and_gradient import SavingFold, row_gradients
+from ..program.gradient import SavingFold, row_gradients
 from ..program.lower import Fold, Lowered
 from . import dispatch, torch_operator
 from .dispatch import BLOCK_GRADIENTS, FOLDERS, apply_settings, are_plain, can_record, include_16_bits, need_gradient

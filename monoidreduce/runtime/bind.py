@@ -3,7 +3,7 @@
 Every message names the argument, what was given and what was expected; ``op.py`` adds the op and its arguments.
 
 A domain (``op(..., cols=domain)``) is bound as further arguments of the call. It is a static form and a few integer
-tensors. For each form an op has a second op, whose program is restricted (``program/declarations.py``) and which takes
+tensors. For each form an op has a second op, whose program is restricted (``program/trace.py``) and which takes
 the tensors as arguments that the body does not see: from there on they are bound, cached, traced, saved and replayed as
 all other tensors are. Pages also change how arguments are read: the columns of all sequences lie in one pool, so that
 heads are a batch dimension of the columns and sequences are not.
@@ -26,10 +26,10 @@ from ..domains.base import is_plain, wrong_domain_error
 from ..engines.common import bounded_cache
 from ..engines.common.evaluate import Form, Sizes, broadcast_shapes, find_model, find_strides, traced_length
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
-from ..program.declarations import HIDDEN, Parameter, inputs_of, public_name
 from ..program.expression import Expr, Feature, letters, topological
 from ..program.lower import Lowered
 from ..program.symbol import Symbol
+from ..program.trace import HIDDEN, Parameter, inputs_of, public_name
 from ..reductions import kind_of, outputs_of
 from . import recorder
 

@@ -27,12 +27,10 @@ from ..engines.common.torch_code import inputs
 from ..engines.panel import as_program
 from ..errors import BudgetError, NoGradientError
 from ..plan import budget, settings
-from ..program.compile import compile_program
-from ..program.declarations import ROW_SEQUENCE, Parameter, inputs_of
 from ..program.expression import Expr, topological
 from ..program.gradient import FoldGradient
-from ..program.lower import looks_up
-from ..program.trace import TracedBody, trace, watch
+from ..program.lower import compile_program, looks_up
+from ..program.trace import ROW_SEQUENCE, Parameter, TracedBody, inputs_of, trace, watch
 from . import dispatch, gradient_in_forward, table_range
 from .autograd import ReplayedProgram, make_stepwise_runner, sum_rows, with_replay
 from .bind import number_class, output_form, pad_batch_dims

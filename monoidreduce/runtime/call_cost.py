@@ -23,22 +23,21 @@ from torch import Tensor
 
 from .. import tuning
 from ..engines import auto, dense, panel
-from ..engines.common import matmul, oom_retry, torch_code
+from ..engines.common import evaluate, matmul, oom_retry, torch_code
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
 from ..engines.eager import cpp
 from ..engines.listed.lists import find_lists
 from ..engines.panel import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
-from ..plan import budget, candidates, communication, disk, op_counts, schedule, settings
-from ..plan.candidates import Cost, Part, ScheduleCost
-from ..plan.op_counts import Case, add_work, count_work, round_length
-from ..plan.schedule import Choice
+from ..plan import budget, candidates, communication, schedule, settings
+from ..plan.candidates import Case, Cost, Part, ScheduleCost, add_work, count_work
+from ..plan.schedule import Choice, round_length
 from ..program import constructors
 from ..program.constructors import LISTED
-from ..program.declarations import COL_SEQUENCE, ROW_SEQUENCE, Parameter
 from ..program.expression import Expr, const, index, topological
 from ..program.lower import Fold, Lowered
+from ..program.trace import COL_SEQUENCE, ROW_SEQUENCE, Parameter
 from ..reductions import kind_of
 from . import autograd, dispatch, gradient_in_forward, memory_estimate
 from .dry_run import DryRun, FoldCall, dry_run
@@ -58,7 +57,7 @@ def estimate_program(
     which takes longer than choosing a schedule does.
     """
     inputs = require_gradients(inputs) if backward else inputs
-    rates = op_counts.get_rates(sizes.device)
+    rates = candidates.get_rates(sizes.device)
     passes = dry_run_passes(program, inputs, sizes, backward)
     cases = [auto.make_case(n.fold, n.leaves, n.sizes) for n in passes.folds]
     schedules, own = _list_schedules(cases)
@@ -94,7 +93,7 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
             autograd.make_stepwise_runner(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names))
         )
 
-    return dry_run(call, inputs, sizes, op_counts.get_rates(sizes.device), _find_largest_k(program), backward=backward)
+    return dry_run(call, inputs, sizes, candidates.get_rates(sizes.device), _find_largest_k(program), backward=backward)
 
 
 def _find_largest_k(program: Lowered) -> int:
@@ -118,7 +117,7 @@ def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
 
     try:
         found = dry_run(
-            call, inputs, sizes, op_counts.get_rates(sizes.device), _find_largest_k(program), backward=backward
+            call, inputs, sizes, candidates.get_rates(sizes.device), _find_largest_k(program), backward=backward
         )
     except (MonoidReduceError, NotImplementedError):  # it reads a number's value, or has no gradient
         return None
@@ -143,7 +142,12 @@ def _list_schedules(cases: list[Case]) -> tuple[dict[str, list[Choice]], str]:
 
 
 def _estimate_schedule(
-    schedule: str, choices: list[Choice], passes: DryRun, cases: list[Case], rates: op_counts.DeviceRates, closely: bool
+    schedule: str,
+    choices: list[Choice],
+    passes: DryRun,
+    cases: list[Case],
+    rates: candidates.DeviceRates,
+    closely: bool,
 ) -> ScheduleCost:
     """The cost of the call with every fold run by its choice."""
     parts = []
@@ -173,7 +177,7 @@ def _estimate_memory(fold: FoldCall, choice: Choice, otherwise: int) -> int:
 
 
 def _estimate_over_ranks(
-    base: ScheduleCost, passes: DryRun, ranks: int, rates: op_counts.DeviceRates
+    base: ScheduleCost, passes: DryRun, ranks: int, rates: candidates.DeviceRates
 ) -> list[ScheduleCost]:
     """Rows over the ranks, columns over the ranks, or both over one group (a ring): equations 3 and 7 with N workers,
 
@@ -389,7 +393,7 @@ def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
         return followed is not None and followed.schedule == "dense" and dense.has_dense_form(program)
     if not fits_one_matrix(program, sizes):
         return False
-    tuned = disk.recall_choice(auto.call_key(program, inputs.values(), sizes, backward))
+    tuned = schedule.recall_choice(auto.call_key(program, inputs.values(), sizes, backward))
     if tuned is not None:
         return tuned.schedule == "dense" and may_be_dense(program, inputs, sizes, backward)
     return predict_dense(program, inputs, sizes, backward)
@@ -409,7 +413,7 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), matmul.float32_precision())
+    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), evaluate.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)

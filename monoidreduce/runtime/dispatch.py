@@ -19,7 +19,7 @@ rounds its products, unless its gradients, too, are written by products of our o
 Gradients inherit it, gradients of gradients too, and whoever runs them obeys: where panels are the vendor's after all
 they hold float32. A prediction that fails costs memory and time, and no digits.
 
-**Gradients of rows that the forward saves** (``program/loss_and_gradient.py``). It pays where kernels run and pairs are
+**Gradients of rows that the forward saves** (``program/gradient.py``). It pays where kernels run and pairs are
 many: a product less in all, for the price of one vector per row that is held until the backward. Under a memory budget
 the usual path is taken, and so it is by a backward that is itself to be differentiated. Targets that are data (labels
 in any order) lie in every tile, so that no tile goes without a condition and a running maximum: they take the usual
@@ -45,7 +45,7 @@ from torch.autograd import forward_ad
 
 from .. import tuning
 from ..engines import eager, listed, panel, triton
-from ..engines.common import matmul, oom_retry, skip_small_tiles, subproblem
+from ..engines.common import evaluate, matmul, oom_retry, skip_small_tiles, subproblem
 from ..engines.common.evaluate import Sizes
 from ..engines.common.matmul import SIXTEEN, dry_run_sizes
 from ..engines.panel import as_program, split_into_loops
@@ -53,12 +53,10 @@ from ..engines.ranks import distributed_fold
 from ..errors import EngineError, NoGradientError
 from ..plan import panel_layout, settings
 from ..plan.settings import REFERENCE_LIMIT, Settings
-from ..program.compile import compile_program
-from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
-from ..program.gradient import FoldGradient
-from ..program.loss_and_gradient import SavingFold, fold_saving_row_gradients
-from ..program.lower import Fold, Lowered, Pass, find_same_sequence
+from ..program.gradient import FoldGradient, SavingFold, fold_saving_row_gradients
+from ..program.lower import Fold, Lowered, Pass, compile_program, find_same_sequence
+from ..program.trace import Parameter
 
 # The engines
 
@@ -212,9 +210,9 @@ def use(
     >>> with mr.use(engine="eager"):
     ...     pass
     """
-    if precision is not None and precision not in matmul.PRECISIONS:
+    if precision is not None and precision not in evaluate.PRECISIONS:
         raise EngineError(
-            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(matmul.PRECISIONS)}"
+            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(evaluate.PRECISIONS)}"
         )
     given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune, check=check)
     given["engine"] = None if engine is None else settings.check_engine(engine, "mr.use")
@@ -232,7 +230,7 @@ def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors; None where recorded launches must not be
     used."""
     state = settings.launch_state()
-    return None if state is None else (*state, matmul.float32_precision())
+    return None if state is None else (*state, evaluate.float32_precision())
 
 
 def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:

@@ -33,7 +33,7 @@ from ..engines.common import block_gradients, evaluate, matmul, skip_small_tiles
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.gradient_program import private_graphs
 from ..errors import NoGradientError
-from ..plan.op_counts import SPECIAL, DeviceRates
+from ..plan.candidates import SPECIAL, DeviceRates
 from ..program.expression import Expr, letters
 from ..program.lower import Fold
 from ..reductions import KINDS

@@ -1,7 +1,7 @@
 """The gradient in the forward: sums over rows whose gradients are computed from the same pairs.
 
 Of a sum every row's cotangent is known beforehand, so forward and gradient are one program
-(``program/loss_and_gradient.py``) and one loop over panels (``engines/panel``): three products where the usual path,
+(``program/gradient.py``) and one loop over panels (``engines/panel``): three products where the usual path,
 which recomputes the pairs, needs four. The gradients wait, unscaled, for the one number that the backward brings. They
 are handed out once: a second backward, or one that is itself to be differentiated, takes the usual path.
 
@@ -30,10 +30,9 @@ from ..engines.common.torch_code import script
 from ..engines.panel import split_into_loops, split_softmax_means
 from ..errors import NoGradientError
 from ..plan import budget, panel_layout, settings
-from ..program.compile import compile_program
 from ..program.expression import Expr, topological
-from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
-from ..program.lower import digest_nodes, looks_up
+from ..program.gradient import LossAndGradient, compile_loss_and_gradient
+from ..program.lower import compile_program, digest_nodes, looks_up
 from . import autograd, dispatch
 from .bind import contiguous_strides, output_form
 from .dispatch import apply_settings, are_plain, is_traced, is_transformed, names_needing_gradient

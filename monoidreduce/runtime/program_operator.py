@@ -29,7 +29,7 @@ from ..engines.common.torch_code import inputs
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
-from ..program.loss_and_gradient import differentiate_program, list_pass_results
+from ..program.gradient import differentiate_program, list_pass_results
 from ..program.lower import Lowered, digest_program
 from . import dispatch
 from .autograd import GradientRunner, ReplayedProgram, Runner, make_runner

@@ -37,8 +37,7 @@ from ..engines.common.torch_code import BatchArithmetic, Elementwise, Script, St
 from ..errors import NoGradientError
 from ..plan import settings
 from ..program.expression import Expr, topological
-from ..program.gradient import collect_weights
-from ..program.loss_and_gradient import differentiate_program, number_leaves
+from ..program.gradient import collect_weights, differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
 from . import dispatch
 from .dispatch import ENGINES, PLAIN, apply_settings, include_16_bits

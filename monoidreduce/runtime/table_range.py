@@ -9,6 +9,7 @@ streams, where no process sees all of them, it is not: there an entry that does 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,11 +23,11 @@ from ..engines.common.skip_small_tiles import pause_counting
 from ..engines.common.torch_code import inputs
 from ..errors import TableError
 from ..plan import settings
-from ..program.compile import compile_program
-from ..program.constructors import interval
-from ..program.expression import Expr, index, size, topological
+from ..program.constructors import apply, interval
+from ..program.expression import Expr, const, index, size, topological
 from ..program.intervals import Interval
-from ..program.tables import count_out_of_range
+from ..program.lower import compile_program
+from ..reductions import make
 from .autograd import make_stepwise_runner
 from .dispatch import is_untraced
 
@@ -54,6 +55,49 @@ def check_part(outputs: tuple[Expr, ...], sizes: Sizes, values: Mapping[str, Any
     found = make_range_check(outputs, whole)
     if found is not None:
         found({n: v for n, v in values.items() if not isinstance(v, Tensor)})
+
+
+@functools.lru_cache(maxsize=1024)
+def count_out_of_range(outputs: tuple[Expr, ...]) -> tuple[tuple[Expr, Expr], ...]:
+    """The lookups of a program, each with how many of its indices are out of range where they count: one number.
+
+    An index counts unless a ``torch.where`` on every way from the lookup to a result takes its other branch."""
+    live: dict[Expr, Expr] = {e: const(True) for e in outputs}
+    found: list[tuple[Expr, Expr]] = []
+    for e in reversed(topological(outputs)):
+        own = live.get(e, const(False))
+        if e.op == "reduce":
+            own = const(True)
+        if e.op == "lookup" and not _is_clamped(e):
+            found.append((e, _count_pairs(apply("logical_and", own, _is_outside(e)))))
+        for k, a in enumerate(e.args):
+            mine = own
+            if e.op == "where" and k and e.args[0].feature is None:
+                condition = e.args[0] if k == 1 else apply("logical_not", e.args[0])
+                mine = apply("logical_and", own, condition)
+            live[a] = apply("logical_or", live[a], mine) if a in live else mine
+    return tuple(found)
+
+
+def _is_clamped(e: Expr) -> bool:
+    """True for a lookup whose index ``clamp=True`` keeps inside."""
+    table, at = e.args
+    least = apply("sub", size(str(table.feature)), 1)
+    return at.op == "minimum" and at.args[1] is least and at.args[0].op == "maximum" and at.args[0].args[1].const == 0
+
+
+def _is_outside(e: Expr) -> Expr:
+    table, at = e.args
+    return apply("logical_or", apply("lt", at, 0), apply("ge", at, size(str(table.feature))))
+
+
+def _count_pairs(condition: Expr) -> Expr:
+    """How often a condition holds: a program of one number."""
+    total = apply("cast", condition, to="int")
+    for axis, varies in (("cols", condition.cols), ("rows", condition.rows)):
+        if varies:
+            (total,) = make("sum", axis, (), (total,))
+    return apply("cast", total, to="int")
 
 
 class _RangeCheck:

@@ -37,8 +37,8 @@ from ..engines.common.evaluate import (
 from ..engines.common.matmul import SIXTEEN
 from ..errors import EngineError, TraceError
 from ..plan import settings
-from ..program.declarations import RESERVED, Parameter
 from ..program.lower import Fold, digest_fold
+from ..program.trace import RESERVED, Parameter
 from ..reductions import kind_of
 from . import dispatch
 from .bind import output_axes

@@ -12,7 +12,7 @@ from monoidreduce import Col, Row, autotune, explain, tuning
 from monoidreduce.engines import auto
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import driver
-from monoidreduce.plan import candidates, disk, schedule
+from monoidreduce.plan import candidates, schedule
 from monoidreduce.plan.schedule import Choice
 from tests.support import internals
 from tests.support.comparison import errors
@@ -36,9 +36,9 @@ def loss(x: Row["d"], w: Col["d"], label: Row):
 def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setattr(tuning, "MOST", 4)  # candidates of a kernel: each is compiled
-    disk.forget()
+    schedule.forget()
     yield
-    disk.forget()
+    schedule.forget()
 
 
 def drawn(*lengths, d=64, dtype=torch.bfloat16):

@@ -17,7 +17,7 @@ from monoidreduce.engines.triton.panel.row_kernel import fuse_stages, group_stag
 from monoidreduce.plan import panel_layout as panels
 from monoidreduce.program.constructors import ZERO, apply
 from monoidreduce.program.expression import index, node, topological
-from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
+from monoidreduce.program.gradient import compile_loss_and_gradient
 from monoidreduce.runtime.gradient_in_forward import find_inputs
 from tests.support import internals
 

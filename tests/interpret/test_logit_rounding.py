@@ -10,7 +10,7 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.panel import epilogue
 from monoidreduce.errors import BudgetError
-from monoidreduce.program.compile import compile_program
+from monoidreduce.program.lower import compile_program
 from monoidreduce.runtime import dispatch, torch_operator
 from monoidreduce.runtime.dispatch import names_needing_gradient
 from tests.support import internals

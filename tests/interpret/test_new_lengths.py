@@ -7,9 +7,9 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton.codegen.tile_ranges import compute_tile_ranges, find_longest, identify_table
-from monoidreduce.plan.op_counts import round_length
-from monoidreduce.program.compile import compile_program
+from monoidreduce.plan.schedule import round_length
 from monoidreduce.program.gradient import FoldGradient
+from monoidreduce.program.lower import compile_program
 from tests.support import new_lengths
 
 

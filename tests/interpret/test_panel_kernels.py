@@ -13,7 +13,7 @@ from monoidreduce.engines.triton.kernels import elementwise
 from monoidreduce.engines.triton.panel.arena import BorrowedTotals
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panel_layout
-from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
+from monoidreduce.program.gradient import compile_loss_and_gradient
 from monoidreduce.runtime.gradient_in_forward import find_inputs
 from tests.support import internals
 from tests.support.comparison import Result, assert_error_rule, cast, run

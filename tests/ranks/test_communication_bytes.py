@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
+from monoidreduce.plan import candidates
 from monoidreduce.plan import communication as model
 from tests.support.rank_tasks import _scores
 
@@ -79,7 +80,7 @@ def test_bytes_of_a_grid_are_those_of_the_papers(pool, world, slices):
     if isinstance(slices, int):
         width, state = 4 * features, 4 * (features + 2)  # of a query, a key, a value; of a softmax mean
         sizes = dict(L=rows, R=cols, A=width, B=2 * width, P=state)
-        extra = model.forward_cost(slices, world, **sizes, W=slices) - rows * width - cols * 2 * width
+        extra = candidates.forward_cost(slices, world, **sizes, W=slices) - rows * width - cols * 2 * width
         assert forward == pytest.approx(extra / world)
 
 
@@ -116,11 +117,11 @@ def test_torchs_ring_attention_is_the_same_and_sends_as_much(pool):
 
 def test_the_papers_equations():
     sizes = dict(L=100, R=200, A=4, B=8, P=12)
-    assert model.forward_cost(1, 1, **sizes) == 100 * 4 + 200 * 8
-    assert model.forward_cost(2, 4, **sizes) == 4 * 100 * 4 + 2 * 200 * 8 + 3 * 100 * 12
+    assert candidates.forward_cost(1, 1, **sizes) == 100 * 4 + 200 * 8
+    assert candidates.forward_cost(2, 4, **sizes) == 4 * 100 * 4 + 2 * 200 * 8 + 3 * 100 * 12
     assert model.backward_cost(2, 4, **sizes) == 2 * 4 * 100 * 16 + 2 * 2 * 200 * 8
-    grouped = model.forward_cost(2, 4, **sizes, W=2)
+    grouped = candidates.forward_cost(2, 4, **sizes, W=2)
     saved = (4 - 1) - (4 - 2) / 2  # (r - 1) becomes (r - W) / W
-    assert model.forward_cost(2, 4, **sizes) - grouped == saved * 100 * (4 + 12)
+    assert candidates.forward_cost(2, 4, **sizes) - grouped == saved * 100 * (4 + 12)
     assert model.best_mesh(8, **sizes)[0] * model.best_mesh(8, **sizes)[1] == 8
     assert issubclass(mr.ShardError, ValueError)

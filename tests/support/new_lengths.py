@@ -23,8 +23,8 @@ THEN = (993, 995, 996, 1006, 1012, 1016)
 OTHERS = (1050, 1052)  # of a class that was not met: its schedule is chosen, and nothing else is done
 BOUNDARIES = (1023, 1024, 1025, 1032, 1040, 1056, 1088, 1089, 130)
 # What runs once for a program, and what runs once for a class of lengths
-PROGRAM = ("program/trace:trace", "program/compile:run_passes", "program/normal_form", "program/reverse_mode")
-PROGRAM += ("program/loss_and_gradient", "program/gradient")
+PROGRAM = ("program/trace:trace", "program/lower:run_passes", "program/lower:normalize", "program/reverse_mode")
+PROGRAM += ("program/gradient",)
 PROGRAM += ("engines/triton/codegen/compiler", "engines/triton/codegen/reductions", "runtime/dry_run")
 CLASS = ("plan/candidates",)
 # and what runs once for lengths whose strides are aligned alike

@@ -28,7 +28,7 @@ def without_torch():
     package = types.ModuleType("monoidreduce")
     package.__path__ = [str(ROOT / "monoidreduce")]
     sys.modules["monoidreduce"] = package
-    from monoidreduce.plan import disk as store
+    from monoidreduce.plan import schedule as store
 
     return store
 
@@ -105,7 +105,7 @@ def full(store, size, rng):
     here = store.recall(kept.key).plan["tiles"][0]
     store.forget()
     found = store.recall(kept.key)
-    files = sorted(p.name for p in (store.cache_root() / store.FOLDER).iterdir())
+    files = sorted(p.name for p in (store.disk.cache_root() / store.FOLDER).iterdir())
     return {"written": written, "here": here, "kept": found == kept, "files": len(files)}
 
 

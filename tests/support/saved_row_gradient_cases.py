@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.program.loss_and_gradient import fold_saving_row_gradients
+from monoidreduce.program.gradient import fold_saving_row_gradients
 from monoidreduce.runtime import dispatch
 from tests.support import internals
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "monoidreduce"
 # package: the packages it may import, besides itself and the version. Lowest first: imports point up this list only.
 # The lower floor of ``program``: expressions, symbols and what is known of them. Kinds of reduction are written in
 # these; what looks at whole programs (normal form, gradient, lowering, ...) stands above the kinds.
-SYMBOLIC = "advice constructors derivatives expression intervals philox primitives reverse_mode"
+SYMBOLIC = "advice constructors expression intervals philox primitives reverse_mode"
 LOWER = ["several", "symbol"]
 SYMBOLIC_MODULES = {f"program.{name}" for name in [*SYMBOLIC.split(), *LOWER]}
 KINDS = {"errors", "plan.settings", "domains", "arrays", "algebra", *SYMBOLIC_MODULES, "reductions"}

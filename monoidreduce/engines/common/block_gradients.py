@@ -23,12 +23,12 @@ from torch import Tensor
 
 from ...errors import NoGradientError
 from ...plan import budget, candidates
-from ...plan.op_counts import DeviceRates, count_fold
+from ...plan.candidates import DeviceRates, count_fold
 from ...program.constructors import find_listed
 from ...program.expression import Expr, Feature
 from ...program.lower import Fold
 from ...reductions import kind_of, outputs_of
-from ...reductions.derived_gradient import gradient_source, saved_by_autograd, trace_combine
+from ...reductions.user import gradient_source, saved_by_autograd, trace_combine
 from .evaluate import Evaluator, Sizes
 from .matmul import free_memory
 from .shard import Axis, Ranges, Shard

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...program.compile import compile_program
 from ...program.expression import Expr
 from ...program.gradient import collect_weights, differentiate_fold
-from ...program.lower import Fold, Lowered, name_gradients
+from ...program.lower import Fold, Lowered, compile_program, name_gradients
 from ...reductions import KINDS
 from .torch_code import inputs, missing
 

@@ -2,7 +2,7 @@
 
 :func:`needs_float32` decides whether 16-bit operands are cast to float32 before they are multiplied (a CPU without
 16-bit matrix units) or multiplied as they are, with float32 accumulation across tiles (GPUs, CPUs with AMX or AVX-512
-bf16). Also says how precise products of float32 are to be, and how much memory of a device is free.
+bf16). Also says how much memory of a device is free.
 """
 
 from __future__ import annotations
@@ -11,36 +11,15 @@ import functools
 import math
 import platform
 import time
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...plan import budget, settings
+from ...plan import budget
 
 SIXTEEN = (torch.float16, torch.bfloat16)
-
-
-PRECISIONS = ("ieee", "tf32", "tf32x3")
-
-# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
-# read). Called directly, since it runs in every call and the public property takes four times as long.
-_read_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
-
-
-def float32_precision() -> str:
-    """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
-    chosen = settings.current.get().precision
-    if chosen is not None:
-        return chosen
-    if _read_precision is None:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    said = _read_precision("cuda", "matmul")
-    if said == "none":
-        said = _read_precision("generic", "all")
-    return "tf32" if said == "tf32" else "ieee"
 
 
 @functools.cache

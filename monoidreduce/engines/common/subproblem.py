@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...program import constructors
-from ...program.compile import Fed, offset_fold
-from ...program.expression import Expr, const, topological
-from ...program.lower import Fold
+from ...program import expression
+from ...program.constructors import apply, substitute
+from ...program.expression import Expr, const, index, node, reduce_node, topological
+from ...program.lower import Fold, split_index_match
 from ...reductions import kind_of
 from . import combine
 from .bounded_cache import BoundedCache
@@ -166,6 +166,53 @@ def slice_leaf(value: Any, e: Expr, row: Range, col: Range, wide: bool) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class Target:
+    """A leaf that stands for ``of`` (a leaf or an index), counted from the first ``row`` or ``col`` of the part."""
+
+    of: Expr
+    axis: str
+
+
+Fed = str | Target  # "row_start", "col_start", "num_rows", "num_cols", or a target
+
+
+@functools.lru_cache(maxsize=1024)
+def offset_fold(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
+    """The fold for a part, and what must be fed to it behind its own leaves (nothing where no place is asked for)."""
+    fed: dict[Fed, Expr] = {}
+
+    def number(name: str) -> Expr:
+        return fed.setdefault(name, node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="int"))
+
+    def target(of: Expr, axis: str) -> Expr:
+        name = f"{of if of.op == 'leaf' else of.op}_from_{axis}"
+        leaf = node("leaf", (), (name,), rows=of.rows, cols=of.cols, feature=of.feature, dtype="int")
+        return fed.setdefault(Target(of, axis), leaf)
+
+    fields = [f for r in fold.reductions for f in (r.args[1:] if kind_of(r).gathers else r.args)]
+    replace: dict[Expr, Expr] = {}
+    for e in topological(fields):
+        hot = split_index_match(e)[0] if e.op == "eq" else None
+        if hot is not None and not hot[1].args:
+            replace[e] = apply("eq", index(hot[0]), target(hot[1], hot[0]))
+    for e in topological([*fields, *fold.scales], stop=replace.__contains__):
+        if e.op in ("row_index", "col_index"):
+            replace[e] = apply("add", e, number(e.op.replace("index", "start")))
+        elif e in (expression.size("rows"), expression.size("cols")):
+            replace[e] = number(f"num_{e.attrs[0]}")
+    reductions = []
+    for r in fold.reductions:
+        kind, over, params = r.attrs
+        if kind_of(r).gathers:
+            args = (target(r.args[0], params[0]), *substitute(r.args[1:], replace))
+        else:
+            args = substitute(r.args, replace)
+        reductions.append(reduce_node(kind, over, params, args))
+    scales = substitute(fold.scales, replace)
+    return Fold((*fold.leaves, *fed.values()), tuple(reductions), scales, exact=fold.exact), tuple(fed)
+
+
 def make_offset_leaf(
     what: Fed, given: dict[Expr, Any], starts: dict[str, int], totals: tuple[int, int], sizes: Sizes
 ) -> Any:
@@ -238,8 +285,8 @@ def find_named_pairs(fold: Fold) -> NamedPairs | None:
     if not at:
         return None
     part, rest = keep_reductions(fold, tuple(at)), tuple(k for k in range(len(fold.reductions)) if k not in at)
-    named = dict(zip(part.reductions, constructors.substitute(part.reductions, replaced), strict=True))
-    scales = dict(zip(named.values(), constructors.substitute(part.scales, replaced), strict=False))
+    named = dict(zip(part.reductions, substitute(part.reductions, replaced), strict=True))
+    scales = dict(zip(named.values(), substitute(part.scales, replaced), strict=False))
     reductions = tuple(dict.fromkeys(named.values()))
     gradients = tuple((named[r], e) for r, e in part.gradients)
     used = {*topological([*reductions, *scales.values()])}

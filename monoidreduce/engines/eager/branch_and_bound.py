@@ -9,9 +9,9 @@ all points are about equally far from each other and no box can be skipped.
 
 **Boxes** (:func:`search_boxes`), in C++, of points that are searched in one call: for the same reduction, also without
 pairs of equal index, of points with few features. Few queries are boxed: one pass over the points looks up which
-queries a point may be near to (``cpp/ball_search.py``). For more, the points are: a tree of boxes is built, which costs
-about as much as a hundred such passes, and a query in it takes a few microseconds (``cpp/point_search.py``). A tree
-that is kept between calls is ``ops.knn.prepare``. Values that are made of a distance in any other way are left to
+queries a point may be near to. For more, the points are: a tree of boxes is built, which costs about as much as a
+hundred such passes, and a query in it takes a few microseconds (``cpp/point_search.py``). A tree that is kept between
+calls is ``ops.knn.prepare``. Values that are made of a distance in any other way are left to
 branch and bound.
 """
 
@@ -36,7 +36,7 @@ from ...program.lower import Fold
 from ...reductions import kind_of
 from ..common import matmul, skip_small_tiles
 from ..common.evaluate import Sizes
-from .cpp import WORTH, applies, ball_search, point_search
+from .cpp import WORTH, applies, point_search
 from .tile_code import FEW_FEATURES, Buffers, TileRun, match_label_scatter
 from .tile_walk import BatchChunk, compile_fold, split_range
 
@@ -326,7 +326,7 @@ def _search(points: Tensor, queries: Tensor, k: int, excluded: int | None) -> tu
     count, rows = len(points), len(queries)
     if rows <= max(MOST_BOXED, count // POINTS_PER_QUERY):
         most = min(_PAIRS_PER_POINT * count, count * rows // _WORTH)
-        found = ball_search.search(points, queries, k, excluded, most)
+        found = point_search.search_once(points, queries, k, excluded, most)
         if found is not None or rows < MOST_BOXED:
             return found
     tree = point_search.build(points)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...program.constructors import ONE, Contraction, interval, is_along_diagonals, substitute
 from ...program.expression import Expr, are_several, const, letters, size, topological
-from ...program.lower import Fold
-from ...program.normal_form import split_index_match
+from ...program.lower import Fold, split_index_match
 from ...program.primitives import PRIMITIVES
 from ...program.several import DOTS, MIX
 from ...reductions import kind_of

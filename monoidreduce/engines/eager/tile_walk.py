@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...plan import schedule as plan
 from ...program.constructors import Contraction, interval
-from ...program.declarations import STORED
 from ...program.expression import Expr, index, letters, size, topological
 from ...program.intervals import EITHER, NAN, known, may_be_nan
 from ...program.lower import Fold, conditions, ranged
 from ...program.several import MIX, folds, is_product
+from ...program.trace import STORED
 from ...reductions import kind_of, outputs_of
 from ...reductions.base import Accumulator
 from ..common import matmul, skip_small_tiles

@@ -31,14 +31,13 @@ from torch import Tensor
 
 from ...plan import settings
 from ...program import constructors
-from ...program.compile import offset_fold
 from ...program.constructors import LISTED
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold, find_same_sequence
 from ...reductions import kind_of, outputs_of
 from ..common import bounded_cache, combine, subproblem
 from ..common.evaluate import Evaluator, Sizes, allocate_result, pair_result_form, restore_domain, result_form
-from ..common.subproblem import ChosenBlocks, Engine, Range, make_offset_leaf, slice_leaf
+from ..common.subproblem import ChosenBlocks, Engine, Range, make_offset_leaf, offset_fold, slice_leaf
 from . import edge_numbers
 from .lists import (
     FlatLeaf,

@@ -21,8 +21,8 @@ from torch import Tensor
 from ...errors import ArgumentError, MonoidReduceError, RankError, ShardError
 from ...plan import settings
 from ...program.constructors import find_listed
-from ...program.declarations import HIDDEN
 from ...program.expression import Expr, topological
+from ...program.trace import HIDDEN
 from ..common.evaluate import Sizes
 from ..common.shard import (
     Axis,

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ArgumentError, MonoidReduceError, ShardError
-from ...program.declarations import AXES
 from ...program.expression import Expr
+from ...program.trace import AXES
 from ..common import shard
 from ..common.evaluate import Sizes
 from ..common.shard import Group, find_chunk, own_chunk, replicate

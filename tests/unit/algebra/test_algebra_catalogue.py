@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from monoidreduce import errors
 from monoidreduce.algebra import fold, monoids
-from monoidreduce.algebra.catalogue._numerics import NO_INDEX
+from monoidreduce.algebra.catalogue import NO_INDEX
 
 HERE = settings(deadline=None, derandomize=True, max_examples=60)
 INF = math.inf

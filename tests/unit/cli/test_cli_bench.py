@@ -284,7 +284,7 @@ def test_explain_of_a_ready_made_layer_whose_arguments_are_not_known():
 
 
 def test_the_cache_is_shown_shared_and_cleared(own_cache):
-    from monoidreduce.plan.disk import Key, Record, remember
+    from monoidreduce.plan.schedule import Key, Record, remember
 
     remember(Record(Key("abc", "64 × 64", "float32", "cpu", ""), {"schedule": "flash"}))
     code, out, _ = call("cache", "--json")

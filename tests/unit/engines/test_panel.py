@@ -14,7 +14,7 @@ import monoidreduce as mr
 from monoidreduce.engines import panel
 from monoidreduce.engines.eager.cpp import compiler
 from monoidreduce.plan import budget, panel_layout, schedule, settings
-from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
+from monoidreduce.program.gradient import compile_loss_and_gradient
 from monoidreduce.runtime import gradient_in_forward
 from tests.support import internals
 from tests.support.allocations import usage

@@ -7,7 +7,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.common import evaluate
 from monoidreduce.engines.common.gradient_program import build_gradient_program
-from monoidreduce.program.compile import compile_program
+from monoidreduce.program.lower import compile_program
 from tests.support.model_layout_cases import Model, check, gather
 
 

@@ -11,7 +11,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.common.point_tree import build_in_torch, choose_depth
 from monoidreduce.engines.eager import branch_and_bound
-from monoidreduce.engines.eager.cpp import ball_search, compiler, point_search
+from monoidreduce.engines.eager.cpp import compiler, point_search
 from monoidreduce.ops import point_index
 
 pytestmark = pytest.mark.skipif(compiler.current_compiler() is None, reason="needs a C++ compiler")
@@ -225,8 +225,8 @@ def clusters(count, features, seed=0):
 )
 def test_one_call_with_few_queries_is_one_pass_over_the_points(monkeypatch, queries, dtype, features, draw):
     """Few queries are compared with the points that may be near them alone: the same bits as all pairs."""
-    passes, search = [], ball_search.search
-    monkeypatch.setattr(ball_search, "search", lambda *given: passes.append(search(*given)) or passes[-1])
+    passes, search = [], point_search.search_once
+    monkeypatch.setattr(point_search, "search_once", lambda *given: passes.append(search(*given)) or passes[-1])
     y = draw(9001, features, seed=1).to(dtype)
     x = torch.cat([y[: queries // 2], draw(queries - queries // 2, features, seed=2).to(dtype)])
     for given in ({}, {"exclude_self": True}):
@@ -250,8 +250,8 @@ def test_one_pass_with_ties_threads_and_layouts():
 
 def test_where_one_pass_does_not_pay_all_pairs_are_compared(monkeypatch):
     """Queries that are nowhere, and balls that hold most points."""
-    results, search = [], ball_search.search
-    monkeypatch.setattr(ball_search, "search", lambda *given: results.append(search(*given)) or results[-1])
+    results, search = [], point_search.search_once
+    monkeypatch.setattr(point_search, "search_once", lambda *given: results.append(search(*given)) or results[-1])
     lost = cloud(9000, 2)
     lost[5, 0] = float("nan")
     wide = cloud(99, 2) + 100  # far from all points; a few would be compared with each of them
@@ -263,8 +263,8 @@ def test_where_one_pass_does_not_pay_all_pairs_are_compared(monkeypatch):
 
 
 def test_a_query_far_from_all_others_is_compared_with_every_point(monkeypatch):
-    results, search = [], ball_search.search
-    monkeypatch.setattr(ball_search, "search", lambda *given: results.append(search(*given)) or results[-1])
+    results, search = [], point_search.search_once
+    monkeypatch.setattr(point_search, "search_once", lambda *given: results.append(search(*given)) or results[-1])
     y, x = clusters(9000, 2), torch.cat([clusters(99, 2, seed=3), torch.full((1, 2), 1e6)])
     found, expected = ops.knn(x, y, 3), compare_all(x, y, 3)
     assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)

@@ -12,8 +12,8 @@ from monoidreduce.engines.panel import as_program, split_into_loops, split_softm
 from monoidreduce.engines.triton.panel.arena import MemoryPlan
 from monoidreduce.plan import budget, panel_layout
 from monoidreduce.plan.panel_layout import InPlaceLayout, PanelLayout
-from monoidreduce.program.compile import compile_program
 from monoidreduce.program.gradient import FoldGradient
+from monoidreduce.program.lower import compile_program
 
 
 def make_ops():

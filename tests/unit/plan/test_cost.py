@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import monoidreduce as mr
-from monoidreduce.plan import candidates, communication, op_counts
-from monoidreduce.plan.op_counts import count_work, folded_axes
+from monoidreduce.plan import candidates
+from monoidreduce.plan.candidates import count_work, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import internals
@@ -248,7 +248,7 @@ def test_nothing_is_allocated_for_what_would_not_fit():
 def test_devices_that_are_elsewhere():
     q = meta(16, 8192, 128, dtype=torch.bfloat16)
     found = attention.cost(q, q, q, device="cuda")
-    assert found.ceilings is op_counts.GPUS["hopper"]
+    assert found.ceilings is candidates.GPUS["hopper"]
     least = found["flash"].flops / found.ceilings.rate("bfloat16")
     assert least < found["flash"].seconds < 3 * least
     assert json.dumps(found.ceilings.as_dict())
@@ -312,13 +312,13 @@ def test_bytes_of_kernels_are_equation_5():
     each = work.reads["rows"], work.reads["cols"], work.writes["rows"]
     slices = 1024 // kept, 4096 // folded
     result = 1024 * work.writes["rows"]
-    read = communication.forward_cost(*slices, 1024, 4096, *each, W=slices[1])
+    read = candidates.forward_cost(*slices, 1024, 4096, *each, W=slices[1])
     assert part.estimate.bytes == read + result
     assert each[:2] == (64 * 4, 2 * 64 * 4) and folded_axes(part.case.fold) == ("cols",)
 
 
 def test_grouping_slices_lowers_communication_as_the_paper_says():
-    alone, grouped = (communication.forward_cost(4, 16, 1000, 2000, 8, 16, 4, W=w) for w in (1, 4))
+    alone, grouped = (candidates.forward_cost(4, 16, 1000, 2000, 8, 16, 4, W=w) for w in (1, 4))
     assert alone - grouped == (16 - 4) * 1000 * (8 + 4)
 
 
@@ -355,9 +355,9 @@ def test_empty_sides_cost_next_to_nothing():
 
 def test_this_cpus_ceilings_are_plausible_and_measured_once():
     threads = torch.get_num_threads()
-    found = op_counts.measure_cpu(threads)
-    assert found is op_counts.get_rates(torch.device("cpu")) and found.rate("bfloat16") == found.rate("float32")
-    rounds = [found, *(op_counts.measure_cpu.__wrapped__(threads) for _ in range(5))]  # one may be disturbed, not all
+    found = candidates.measure_cpu(threads)
+    assert found is candidates.get_rates(torch.device("cpu")) and found.rate("bfloat16") == found.rate("float32")
+    rounds = [found, *(candidates.measure_cpu.__wrapped__(threads) for _ in range(5))]  # one may be disturbed, not all
     single, plain, special = (
         max(map(rate, rounds)) for rate in (lambda r: r.rate("float32"), lambda r: r.plain, lambda r: r.special)
     )
@@ -370,11 +370,11 @@ def test_gpus_are_scaled_to_the_processors_they_have(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Found)
-    op_counts._get_gpu_rates.cache_clear()
+    candidates._get_gpu_rates.cache_clear()
     try:
-        found = op_counts.get_rates(torch.device("cuda", 7))
+        found = candidates.get_rates(torch.device("cuda", 7))
     finally:
-        op_counts._get_gpu_rates.cache_clear()
-    base = op_counts.GPUS["ada"]
+        candidates._get_gpu_rates.cache_clear()
+    base = candidates.GPUS["ada"]
     assert found.processors == 128 and found.name == "RTX 4090" and found.near == base.near
     assert found.rate("bfloat16") / base.rate("bfloat16") == pytest.approx(128 / base.processors)

@@ -13,7 +13,7 @@ import pytest
 
 import monoidreduce as mr
 from monoidreduce.engines.triton.launch import driver
-from monoidreduce.plan import disk, settings
+from monoidreduce.plan import disk, schedule, settings
 from tests.support import ROOT, internals
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs fork and limits")
@@ -25,14 +25,14 @@ def folder(tmp_path, monkeypatch):
     """An empty cache of the test's own, in a process that has complained of nothing yet."""
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "cache"))
     internals.forget_cache_warnings(monkeypatch)
-    disk.forget()
+    schedule.forget()
     yield tmp_path / "cache"
-    disk.forget()
+    schedule.forget()
 
 
 def record(number=0, value=64, **changed):
     key = {"program": f"p{number}", "shape": "1024", "types": "float32", "device": "cpu", "budget": ""} | changed
-    return disk.Record(disk.Key(**key), {"schedule": "flash", "tiles": [value, value]}, {"ms": 1.5})
+    return schedule.Record(schedule.Key(**key), {"schedule": "flash", "tiles": [value, value]}, {"ms": 1.5})
 
 
 def file_of(folder, kept):
@@ -47,8 +47,8 @@ def told(function, *args):
 
 
 def read_again(key):
-    disk.forget()
-    return disk.recall(key)
+    schedule.forget()
+    return schedule.recall(key)
 
 
 def child(*arguments):
@@ -62,33 +62,33 @@ def child(*arguments):
 
 def test_a_plan_is_found_again_in_the_next_process(folder):
     kept = record()
-    assert disk.recall(kept.key) is None
-    assert disk.remember(kept)
-    assert disk.recall(kept.key) == kept == read_again(kept.key)
+    assert schedule.recall(kept.key) is None
+    assert schedule.remember(kept)
+    assert schedule.recall(kept.key) == kept == read_again(kept.key)
 
 
 @pytest.mark.parametrize("part", ["program", "shape", "types", "device", "budget", "versions"])
 def test_every_part_of_the_key_counts(folder, part):
-    disk.remember(record())
+    schedule.remember(record())
     assert read_again(record(**{part: "another"}).key) is None
 
 
 def test_a_new_plan_replaces_the_old_and_says_so(folder):
     before = settings.plan_generation()
-    disk.remember(record(value=1))
-    disk.remember(record(value=2))
+    schedule.remember(record(value=1))
+    schedule.remember(record(value=2))
     assert read_again(record().key).plan["tiles"] == [2, 2]
     assert len(list((folder / "plans").iterdir())) == 1 and settings.plan_generation() >= before + 2
 
 
 def test_folder_and_files_are_private(folder):
-    disk.remember(record())
+    schedule.remember(record())
     assert stat.S_IMODE((folder / "plans").stat().st_mode) == 0o700
     assert stat.S_IMODE(file_of(folder, record()).stat().st_mode) == 0o600
 
 
 def test_lengths_of_one_bucket_share_a_plan():
-    assert [disk.bucket(n) for n in (0, 1, 2, 3, 4096, 4097)] == [1, 1, 2, 4, 4096, 8192]
+    assert [schedule.bucket(n) for n in (0, 1, 2, 3, 4096, 4097)] == [1, 1, 2, 4, 4096, 8192]
 
 
 # Faults
@@ -125,7 +125,7 @@ def test_a_read_only_disk(tmp_path):
 
 def test_truncated_at_every_byte(folder):
     kept = record()
-    disk.remember(kept)
+    schedule.remember(kept)
     path, whole = file_of(folder, kept), file_of(folder, kept).read_bytes()
 
     def cut_everywhere():
@@ -137,12 +137,12 @@ def test_truncated_at_every_byte(folder):
 
     found, warned = told(cut_everywhere)
     assert found == [None] * len(whole) and warned == [mr.CacheWarning]
-    assert disk.remember(kept) and read_again(kept.key) == kept  # and it mends itself
+    assert schedule.remember(kept) and read_again(kept.key) == kept  # and it mends itself
 
 
 def test_a_bit_changed_in_every_byte(folder):
     kept = record()
-    disk.remember(kept)
+    schedule.remember(kept)
     path, whole = file_of(folder, kept), file_of(folder, kept).read_bytes()
 
     def change_everywhere():
@@ -173,7 +173,7 @@ GARBAGE = {
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_is_no_plan(folder, name):
     kept = record()
-    disk.remember(kept)
+    schedule.remember(kept)
     file_of(folder, kept).write_bytes(GARBAGE[name])
     found, warned = told(read_again, kept.key)
     assert found is None and len(warned) <= 1
@@ -183,8 +183,8 @@ def test_a_deep_plan_is_no_plan(folder):
     nested: list = []
     for _ in range(20):
         nested = [nested]
-    body = disk.Record(record().key, {"tiles": nested}).to_json()
-    assert disk.Record.from_json(json.loads(json.dumps(body))) is None
+    body = schedule.Record(record().key, {"tiles": nested}).to_json()
+    assert schedule.Record.from_json(json.loads(json.dumps(body))) is None
 
 
 def make_foreign(path, monkeypatch):
@@ -198,23 +198,23 @@ def make_foreign(path, monkeypatch):
 
 def test_another_users_file_is_not_read(folder, monkeypatch):
     kept = record()
-    disk.remember(kept)
+    schedule.remember(kept)
     make_foreign(file_of(folder, kept), monkeypatch)
     assert told(read_again, kept.key) == (None, [mr.CacheWarning])
 
 
 def test_another_users_folder_is_not_used(folder, monkeypatch):
     kept = record()
-    disk.remember(kept)
+    schedule.remember(kept)
     make_foreign(folder / "plans", monkeypatch)
     assert told(read_again, kept.key) == (None, [mr.CacheWarning])
-    assert told(disk.remember, kept) == (False, [])  # told already
+    assert told(schedule.remember, kept) == (False, [])  # told already
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666], ids=oct)
 def test_a_file_that_others_may_write_is_not_read(folder, mode):
     kept = record()
-    disk.remember(kept)
+    schedule.remember(kept)
     file_of(folder, kept).chmod(mode)
     assert told(read_again, kept.key) == (None, [mr.CacheWarning])
 
@@ -222,7 +222,7 @@ def test_a_file_that_others_may_write_is_not_read(folder, mode):
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
 def test_what_is_no_plain_file_is_not_read(folder, kind):
     kept = record()
-    disk.remember(kept)
+    schedule.remember(kept)
     path = file_of(folder, kept)
     elsewhere = folder / "elsewhere.json"
     path.rename(elsewhere)
@@ -234,33 +234,33 @@ def test_a_folder_that_is_a_link_is_not_used(folder, tmp_path):
     (tmp_path / "other").mkdir()
     folder.mkdir()
     (folder / "plans").symlink_to(tmp_path / "other")
-    assert told(disk.remember, record()) == (False, [mr.CacheWarning])
+    assert told(schedule.remember, record()) == (False, [mr.CacheWarning])
     assert not list((tmp_path / "other").iterdir())
 
 
 def test_a_file_in_the_folders_place(folder):
     folder.write_text("")
-    assert told(disk.remember, record()) == (False, [mr.CacheWarning])
-    assert disk.recall(record().key) == record()  # this process has it
+    assert told(schedule.remember, record()) == (False, [mr.CacheWarning])
+    assert schedule.recall(record().key) == record()  # this process has it
 
 
 def test_a_folder_open_to_others_is_closed(folder):
-    disk.remember(record())
+    schedule.remember(record())
     (folder / "plans").chmod(0o777)
-    disk.forget()
-    assert disk.recall(record().key) == record()
+    schedule.forget()
+    assert schedule.recall(record().key) == record()
     assert stat.S_IMODE((folder / "plans").stat().st_mode) == 0o700
 
 
 def test_what_killed_writers_left_is_swept_later(folder):
-    disk.remember(record())
+    schedule.remember(record())
     old, new = (folder / "plans" / f"{disk.PREFIX}{name}" for name in ("old", "new"))
     for path in (old, new):
         path.write_text("half")
     os.utime(old, (time.time() - 7200,) * 2)
     disk._remove_stale.cache_clear()
-    disk.forget()
-    disk.recall(record().key)
+    schedule.forget()
+    schedule.recall(record().key)
     assert not old.exists() and new.exists()
 
 
@@ -279,15 +279,15 @@ def test_kernels_take_the_same_road(folder, monkeypatch, tmp_path):
 
 def test_clear_leaves_an_empty_cache(folder):
     for number in range(3):
-        disk.remember(record(number))
+        schedule.remember(record(number))
     driver.write_text("x = 2\n")
     assert mr.cache.path() == folder and len(mr.cache.plans()) == 3
-    assert mr.cache.clear(kernels=False) == 3 and mr.cache.plans() == [] and disk.recall(record(1).key) is None
+    assert mr.cache.clear(kernels=False) == 3 and mr.cache.plans() == [] and schedule.recall(record(1).key) is None
     assert mr.cache.clear() == 1 and mr.cache.clear() == 0
 
 
 def test_clear_removes_only_what_is_ours(folder):
-    disk.remember(record())
+    schedule.remember(record())
     (folder / "plans" / "notes.txt").write_text("mine")
     assert mr.cache.clear() == 1
     assert (folder / "plans" / "notes.txt").exists()
@@ -295,17 +295,17 @@ def test_clear_removes_only_what_is_ours(folder):
 
 def test_export_and_import(folder, tmp_path, monkeypatch):
     for number in range(3):
-        disk.remember(record(number, value=number + 1))
+        schedule.remember(record(number, value=number + 1))
     assert mr.cache.export(tmp_path / "plans.json") == 3
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "new"))
-    disk.forget()
-    assert disk.recall(record(2).key) is None
+    schedule.forget()
+    assert schedule.recall(record(2).key) is None
     assert mr.cache.import_(tmp_path / "plans.json") == 3
-    assert disk.recall(record(2).key).plan["tiles"] == [3, 3] and len(mr.cache.plans()) == 3
+    assert schedule.recall(record(2).key).plan["tiles"] == [3, 3] and len(mr.cache.plans()) == 3
 
 
 def exported(change):
-    body = {"format": disk.FORMAT, "plans": [record(n).to_json() for n in range(3)]}
+    body = {"format": schedule.FORMAT, "plans": [record(n).to_json() for n in range(3)]}
     change(body)
     return json.dumps(body).encode()
 

@@ -12,8 +12,8 @@ import monoidreduce as mr
 from monoidreduce.engines import auto as planner
 from monoidreduce.engines import dense as whole
 from monoidreduce.engines.common import oom_retry
-from monoidreduce.plan import candidates, op_counts
-from monoidreduce.plan.op_counts import folded_axes
+from monoidreduce.plan import candidates
+from monoidreduce.plan.candidates import folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import call_cost
 from monoidreduce.runtime.dry_run import LiveMemory
@@ -25,7 +25,7 @@ DENSE = {"call": Choice("dense")}
 
 
 # What is chosen follows from the rates of a device: here always those of one CPU, whatever this one is busy with.
-CPU = op_counts.DeviceRates(
+CPU = candidates.DeviceRates(
     "CPU, 1 thread",
     {"float32": 3e10, "float64": 1.5e10},
     bandwidth=2e10,
@@ -42,7 +42,7 @@ CPU = op_counts.DeviceRates(
 
 @pytest.fixture(autouse=True)
 def auto(monkeypatch):
-    monkeypatch.setattr(op_counts, "measure_cpu", lambda threads: CPU)
+    monkeypatch.setattr(candidates, "measure_cpu", lambda threads: CPU)
     with mr.use(engine="auto"):
         yield
 

@@ -13,7 +13,7 @@ from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton.launch import driver
-from monoidreduce.plan import candidates, disk, settings
+from monoidreduce.plan import candidates, schedule, settings
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.runtime import call_cost, dispatch
 from tests.support import internals
@@ -32,9 +32,9 @@ def fresh(tmp_path, monkeypatch):
     internals.forget_cache_warnings(monkeypatch)
     monkeypatch.setattr(tuning, "_sessions", {})
     internals.set_dense_limit(monkeypatch, 0)  # small calls too go by passes
-    disk.forget()
+    schedule.forget()
     yield
-    disk.forget()
+    schedule.forget()
 
 
 class Clock:
@@ -105,7 +105,7 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     found = attention.tune(*args, quiet=True)
     assert [t.winner for t in found.folds] == [other, other] and all(t.lasting for t in found.folds)
     assert all(t.seconds < t.safe_seconds for t in found.folds)
-    disk.forget()  # as in the next process
+    schedule.forget()  # as in the next process
     call = fold_of(attention, *args)
     assert auto.choose(*call) == other
     assert auto.choose(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
@@ -176,7 +176,7 @@ def test_a_monoid_of_ones_own_is_remembered_by_this_process_only():
 
     (found,) = total.tune(*drawn()[:2], backward=False, quiet=True).folds
     assert not found.lasting and mr.cache.plans() == []
-    assert disk.recall(found.key) is not None
+    assert schedule.recall(found.key) is not None
 
 
 RECORDS = {
@@ -194,7 +194,7 @@ def test_a_record_that_makes_no_sense_here_is_not_followed(name):
     args = drawn()
     call = fold_of(attention, *args)
     case = auto.make_case(*call)
-    disk.remember(disk.Record(auto.fold_key(case, call[2].device), RECORDS[name]))
+    schedule.remember(schedule.Record(auto.fold_key(case, call[2].device), RECORDS[name]))
     assert tuned_choice(case, call[2].device) is None
     assert errors(attention(*args), torch.softmax(args[0] @ args[1].T, -1) @ args[2]).max() < 1e-5
 
@@ -368,7 +368,7 @@ def test_a_device_that_is_lost_is_said_at_once(monkeypatch):
     monkeypatch.setattr(oom_retry, "is_device_lost", lambda device: True)
     with pytest.raises(mr.EngineError, match=r"(?s)answers no more since flash, tiles of 64 rows .*illegal.*anew"):
         attention.tune(*drawn(), quiet=True)
-    assert disk.list_records() == []
+    assert schedule.list_records() == []
 
 
 # The checks themselves
@@ -542,8 +542,8 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
     ran.clear()
     y = attention(*drawn(SHAPE[0] - 3, SHAPE[1] - 1))
     assert bool(ran) == (slow == "passes") and y.shape == (SHAPE[0] - 3, 8)
-    disk.forget()
-    assert disk.recall_choice(found.key) == found.winner
+    schedule.forget()
+    assert schedule.recall_choice(found.key) == found.winner
 
 
 def test_a_wrong_dense_form_never_wins(small, monkeypatch):

@@ -7,9 +7,9 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.common.gradient_program import build_gradient_program
-from monoidreduce.program.compile import compile_program, format_outputs, list_stages, run_passes
+from monoidreduce.explain import format_outputs, list_stages
 from monoidreduce.program.gradient import FoldGradient
-from monoidreduce.program.lower import Lowered
+from monoidreduce.program.lower import Lowered, compile_program, run_passes
 
 PASSES = ["normal form", "merge softmax", "group reductions", "hoist one-sided"]
 

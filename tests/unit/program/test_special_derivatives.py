@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.program import derivatives
+from monoidreduce.program import primitives
 from tests.support.special_derivative_cases import BINARY, CHOICES, HARD, INF, NAN, POWERS, UNARY, check, check_norms
 
 
@@ -35,7 +35,7 @@ def test_what_is_cut_off_has_no_gradient_whatever_the_cotangent(name, cotangent)
 def test_ties_before_and_from_torch_2_14(monkeypatch, shared):
     """A bound that is a number, ties of bounds that are vectors, and NaN that loses; on any torch (the cases above say
     that the installed one is followed)."""
-    monkeypatch.setattr(derivatives, "_shares_ties", shared)
+    monkeypatch.setattr(primitives, "_shares_ties", shared)
     own, half = (0.0, 0.5) if shared else (1.0, 1.0)
     cases = {
         (lambda x, y: x.clamp(min=0.5) + 0 * y, 0.5, 1.0): (own, 0.0),

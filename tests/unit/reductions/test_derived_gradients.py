@@ -7,7 +7,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.common import block_gradients
-from monoidreduce.reductions.derived_gradient import gradient_source
+from monoidreduce.reductions.user import gradient_source
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import own_monoids as own
 from tests.support.comparison import use_small_tiles

@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.program.loss_and_gradient import fold_saving_row_gradients
+from monoidreduce.program.gradient import fold_saving_row_gradients
 from monoidreduce.runtime import dispatch
 from tests.support import saved_row_gradient_cases as cases
 from tests.support.comparison import assert_equal, assert_error_rule, cast, run

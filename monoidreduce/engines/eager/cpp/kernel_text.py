@@ -23,8 +23,7 @@ from ....reductions import kind_of, outputs_of
 from ..tile_code import Reducer
 from . import primitive_text, support
 from .primitive_text import NUMBER, Unsupported, literal, write_primitive
-from .tile_text import MOST_SORTED, TileText
-from .tile_values import PAD
+from .tile_text import MOST_SORTED, PAD, TileText
 
 HEAD = 19  # arguments before the leaves
 LEAF = 5  # numbers of a leaf among the arguments

@@ -79,7 +79,7 @@ _SINGLE = {
     "xlogy": "({0} == 0 && {1} == {1} ? 0.0f : {0} * log_({1}))",
     "erf": "erf_({0})",
     "erfc": "erfc_({0})",
-    "sin": "quick_sin_({0})",  # where loops have asked (``tile_values.py``); elsewhere without "quick_"
+    "sin": "quick_sin_({0})",  # where loops have asked (``tile_text.py``); elsewhere without "quick_"
     "cos": "quick_cos_({0})",
     "tanh": "tanh_({0})",
     "mish_gate": "mish_gate_({0})",

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, topological
-from ....program.lower import Fold, conditions
-from ....program.normal_form import split_index_match
+from ....program.lower import Fold, conditions, split_index_match
 from ....program.primitives import PRIMITIVES
 from ....reductions import kind_of
 

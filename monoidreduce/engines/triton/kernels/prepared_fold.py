@@ -25,7 +25,7 @@ from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
-from ...common import bounded_cache, evaluate, matmul
+from ...common import bounded_cache, evaluate
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Allocator, Sizes, describe_leaves, result_form
 from ...common.label_gather import run_pick
@@ -438,7 +438,7 @@ def prepare_or_refuse(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFo
         sizes.batch,
         sizes.compute,
         sizes.device,
-        matmul.float32_precision(),
+        evaluate.float32_precision(),
         settings.requested_budget() is None,
         overriding_plans(),
         spec_from_tensors.like.get(),

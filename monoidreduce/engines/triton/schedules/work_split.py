@@ -19,7 +19,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ....plan.op_counts import SPECIAL
+from ....plan.candidates import SPECIAL
 from ....program.constructors import ONE, ZERO, apply, contractions, substitute
 from ....program.expression import Expr, node, topological
 from ....program.primitives import PRIMITIVES
