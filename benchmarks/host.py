@@ -28,9 +28,8 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import result_form
-from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.kernels import fold_kernel, prepared_fold
 from monoidreduce.plan import settings
 from monoidreduce.runtime import dispatch
 
@@ -120,7 +119,7 @@ def no_engine() -> Iterator[None]:
     dispatch.FOLDERS.update(dict.fromkeys(kept, stub))
     silent = mock.patch.object(fold_kernel, "execute", lambda call: lambda *arguments: None)
     try:
-        with silent, mock.patch.object(triton, "_PREPARED", {}):  # another store: launches are made anew, and after it
+        with silent, mock.patch.object(prepared_fold, "_PREPARED", {}):  # launches are made anew, and after it
             yield
     finally:
         dispatch.FOLDERS.update(kept)

@@ -22,7 +22,7 @@ from torch import Tensor
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.domains import base
-from monoidreduce.engines.triton.launch import descriptors, jit_module
+from monoidreduce.engines.triton.launch import descriptors, driver
 from monoidreduce.ops import checks
 from monoidreduce.plan import settings
 
@@ -31,7 +31,7 @@ from . import host, pretend
 _BF16 = torch.bfloat16
 
 
-class Started(jit_module.Relauncher):
+class Started(driver.Relauncher):
     """A kernel that is started by addresses, and does nothing."""
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device):
@@ -54,13 +54,13 @@ def started() -> Iterator[None]:
     """Calls inside the block run on the host as they would beside an H200."""
     no = lambda *tensors: False
     with (
-        mock.patch.object(jit_module, "find_stream", lambda device: lambda: 7),
+        mock.patch.object(driver, "find_stream", lambda device: lambda: 7),
         mock.patch.multiple(base, can_inspect=no),
         mock.patch.multiple(checks, can_inspect=no),
         mock.patch.object(settings, "interprets_kernels", lambda: True),  # asked in place of is_cuda
         mock.patch.object(Tensor, "sum_to_size", lambda t, shape: t.new_empty(shape)),
         pretend.h200(),
-        mock.patch.object(jit_module, "make_relauncher", Started),
+        mock.patch.object(driver, "make_relauncher", Started),
         mr.use(engine="auto"),
     ):
         yield

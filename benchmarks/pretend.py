@@ -30,7 +30,7 @@ import monoidreduce as mr
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import small_kernels
-from monoidreduce.engines.triton.launch import descriptors, hardware, jit_module
+from monoidreduce.engines.triton.launch import descriptors, driver
 from monoidreduce.engines.triton.panel import accumulators, kernel_step
 from monoidreduce.plan import candidates, schedule
 from monoidreduce.plan.candidates import ScheduleCost
@@ -56,7 +56,7 @@ def h200(again: bool = False) -> Iterator[None]:
     device |= dict(can_relaunch=yes, runs_warp_specialized=yes, splits_float32=yes)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(make_shift_descriptor=on_cpu)),
-        (hardware, {f"has_{name}": yes for name in _ABILITIES} | device),
+        (driver, {f"has_{name}": yes for name in _ABILITIES} | device | dict(make_relauncher=lambda *given: _nothing)),
         (candidates, dict(get_rates=lambda device: candidates.GPUS["hopper"])),
         (dispatch, dict(find_saving_fold=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (dispatch, dict(is_untraced=yes)),
@@ -66,12 +66,11 @@ def h200(again: bool = False) -> Iterator[None]:
         (kernel_step, dict(replay_walk=repeated)),
         (call_cost, dict(fits_one_matrix=lambda *given: False)),
         (dispatch, dict(row_dot=_row_dot)),
-        (jit_module, dict(make_relauncher=lambda *given: _nothing)),
     )
     with contextlib.ExitStack() as stack:
         for module, names in there:
             stack.enter_context(mock.patch.multiple(module, **names))
-        stack.enter_context(jit_module.skip_launches())
+        stack.enter_context(driver.skip_launches())
         yield
 
 
@@ -81,7 +80,7 @@ def _nothing(*given: Any) -> None:
 
 def _heard(*given: Any) -> None:
     """A product: whoever writes down a walk over panels hears of it as of a kernel."""
-    jit_module.report(_nothing, given)
+    driver.report(_nothing, given)
 
 
 def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:

@@ -21,7 +21,7 @@ import monoidreduce as mr
 from benchmarks.gpu_works import int8_with_scales
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.schedules.resident import attention as kernels
+from monoidreduce.engines.triton.schedules import attention as kernels
 
 ROUNDS, REPEATS = 15, 10
 _FP8 = 6.0 / 448

@@ -22,7 +22,7 @@ from . import eager, panel, triton
 from .common import matmul
 from .common.evaluate import Sizes
 from .eager import tile_code, tile_walk
-from .panel.panel_program import as_program, split_into_loops, split_softmax_means
+from .panel import as_program, split_into_loops, split_softmax_means
 
 # The engine ``auto``: runs every fold by its choice of schedule, made once for a fold, its sizes and types.
 #

@@ -557,7 +557,7 @@ class Reduction:
     vector_lines: ClassVar[type[Lines] | None] = None  # where fields are vectors, which a kernel holds per pair
     sums_vectors: ClassVar[bool] = False  # True: vector results are sums, and may be returned in 16 bits
     unsorted: ClassVar[bool] = False  # True: a kernel leaves a list that torch sorts
-    keeps_pairs: ClassVar[bool] = False  # True: a kernel writes the numbers of all pairs (``large_topk.py``)
+    keeps_pairs: ClassVar[bool] = False  # True: a kernel writes the numbers of all pairs (``topk.py``)
     combine_text: ClassVar[str] = ""  # kernels that combine the results of splits
 
     def no_kernel(self, r: Expr) -> str:

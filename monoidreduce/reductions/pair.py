@@ -1,7 +1,7 @@
 """``pair``: folds nothing. It writes a number per pair, in the shape of an argument that was given per pair.
 
 Fields: the number, and that argument. Where the argument is broadcast, the numbers are summed over what was. Gradients
-make this kind, and panels that are written in place (``engines/panel/panel_program.py``); its ``over`` is neither axis.
+make this kind, and panels that are written in place (``engines/panel.py``); its ``over`` is neither axis.
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ class TopK(Reduction):
 
 
 # ``next_best``: the k best of the pairs behind the last of those that are known, unsorted, for a top-k whose list does
-# not fit in registers over lists of columns (``engines/triton/kernels/large_topk.py``).
+# not fit in registers over lists of columns (``engines/triton/kernels/topk.py``).
 #
 # Fields: the number; of the last known pair its number and place; how many of its copies are known (a list may name a
 # column several times); and how many infinities without a place are.

@@ -24,7 +24,7 @@ from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.torch_code import inputs
-from ..engines.panel.panel_program import as_program
+from ..engines.panel import as_program
 from ..errors import BudgetError, NoGradientError
 from ..plan import budget, settings
 from ..program.expression import Expr, topological

@@ -28,7 +28,7 @@ from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
 from ..engines.eager import cpp
 from ..engines.listed.lists import find_lists
-from ..engines.panel.panel_program import split_into_loops, split_softmax_means
+from ..engines.panel import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, schedule, settings
 from ..plan.candidates import Case, Cost, Part, ScheduleCost, add_work, count_work

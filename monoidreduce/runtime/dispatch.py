@@ -48,7 +48,7 @@ from ..engines import eager, listed, panel, triton
 from ..engines.common import matmul, oom_retry, skip_small_tiles, subproblem
 from ..engines.common.evaluate import Sizes
 from ..engines.common.matmul import SIXTEEN, dry_run_sizes
-from ..engines.panel.panel_program import as_program, split_into_loops
+from ..engines.panel import as_program, split_into_loops
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError, NoGradientError
 from ..plan import panel_layout, settings
@@ -351,7 +351,7 @@ def mark_exact_folds(program: Lowered, needed: frozenset[str], sizes: Sizes) -> 
     if not settings.kernels_run_on(sizes.device):
         return program
     letters = {letter: sizes.of(letter) > triton.WIDEST for p in program.passes for letter in p.fold.letters}
-    if not any(letters.values()) or not triton.hardware.has_fast_epilogues(sizes.device):
+    if not any(letters.values()) or not triton.driver.has_fast_epilogues(sizes.device):
         return program
     given = (needed, tuple(letters.items()), sizes.device, sizes.compute)
     return _mark_passes(program, tuple(_keeps_exact(p, *given) for p in program.passes))
@@ -371,7 +371,7 @@ def _keeps_exact(p: Pass, needed: frozenset[str], letters: tuple, device: torch.
     fold, features = p.fold, {letter: triton.WIDEST + wide for letter, wide in letters}
     if any(r.attrs[0] == "soft" and any(a.feature is not None for a in r.args[1:]) for r in fold.reductions):
         return True  # such a forward never rounds its logits, so its gradients may not either
-    if not triton.k_loop.takes_fold(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
+    if not triton.takes_k_loop(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
         return False
     pairs = zip(fold.leaves, p.feeds, strict=True)
     wanted = tuple(e.dtype == "float" and _may_need_gradient(feed, needed) for e, feed in pairs)

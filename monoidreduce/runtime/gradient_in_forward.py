@@ -27,7 +27,7 @@ from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Form, Sizes, from_layout
 from ..engines.common.gradient_program import load_values, save_values, to_gradient, zero_gradient
 from ..engines.common.torch_code import script
-from ..engines.panel.panel_program import split_into_loops, split_softmax_means
+from ..engines.panel import split_into_loops, split_softmax_means
 from ..errors import NoGradientError
 from ..plan import budget, panel_layout, settings
 from ..program.expression import Expr, topological

@@ -28,7 +28,7 @@ from ..engines.common.evaluate import Form, Sizes, result_form
 from ..engines.common.label_gather import chunk_size
 from ..engines.eager import branch_and_bound, tile_walk
 from ..engines.eager.tile_code import TileCode
-from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
+from ..engines.panel import PanelLoop, as_program, split_into_loops
 from ..plan import candidates, schedule, settings
 from ..plan.panel_layout import PanelLayout, choose_in_budget
 from ..plan.schedule import Choice
@@ -219,7 +219,7 @@ def estimate_gpu_peak(call: FoldCall, choice: Choice, *, replayed: bool = True) 
         if triton.topk.find_product(fold, leaves, sizes):  # a few rows at a time, by a vendor GEMM
             return _run_on_meta(call, lambda given, meant: triton.run_k_loop_fold(fold, given, meant))
         choice = Choice("flash")
-    if triton.large_topk.selects_from_panels(fold):
+    if triton.topk.selects_from_panels(fold):
         return _run_panel_topk(call, choice)
     ready = auto.prepare_choice(choice, fold, leaves, sizes)
     return None if ready is None else _run_kernels(call, ready, replayed)
@@ -254,11 +254,11 @@ def _run_kernels(call: FoldCall, ready: triton.PreparedFold, replayed: bool = Tr
 
 def _run_panel_topk(call: FoldCall, choice: Choice) -> int | None:
     """A top-k that is selected from panels, after all else of its fold."""
-    rest, large = triton.large_topk.split(call.fold)
+    rest, large = triton.topk.split_large(call.fold)
     ready = rest and auto.prepare_choice(choice, rest, call.leaves, call.sizes)
     if rest and ready is None:
         return None
-    found = [triton.large_topk.estimate_bytes(one, call.sizes) for one in large]
+    found = [triton.topk.estimate_large_bytes(one, call.sizes) for one in large]
     return sum(found) + (_run_kernels(replace(call, fold=rest), ready) if rest and ready else 0)
 
 

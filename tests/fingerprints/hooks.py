@@ -74,18 +74,18 @@ def absent_h200(compile: Callable[..., Any], again: Callable[..., Any]) -> Itera
     from triton import knobs
 
     from benchmarks import pretend
-    from monoidreduce.engines.triton.launch import jit_module
+    from monoidreduce.engines.triton.launch import driver
     from tests.support import fake_cuda_driver
 
     knobs.propagate_env = False
     knobs.runtime.interpret = False
     triton.runtime.driver.set_active(fake_cuda_driver.Driver())
     with (
-        mock.patch.object(jit_module, "skip_launches", contextlib.nullcontext),
+        mock.patch.object(driver, "skip_launches", contextlib.nullcontext),
         mock.patch.object(triton.compiler, "compile", compile),
         pretend.h200(),
-        mock.patch.object(jit_module, "make_relauncher", again),
-        mock.patch.object(jit_module, "_can_compile_ahead", lambda device: False),
+        mock.patch.object(driver, "make_relauncher", again),
+        mock.patch.object(driver, "_can_compile_ahead", lambda device: False),
         monoidreduce.use(engine="auto"),
     ):
         yield

@@ -6,7 +6,7 @@ import torch
 from monoidreduce import ops
 from monoidreduce.engines import triton
 from monoidreduce.engines.triton.kernels.histogram import DiagonalLaunch
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from tests.support import table_cases
 
 pytestmark = [
@@ -42,7 +42,7 @@ def test_relative_positions(name, rows, cols):
     bias = torch.randn(8, case.table(rows, cols), device="cuda")
     assert_right(case.op, lambda *args: _dense(name, *args), [*problem(rows, cols), bias])
     made = [one for ready in triton.prepared_folds().values() if id(ready) not in before for one in ready.launches]
-    if hardware.runs_warp_specialized(torch.device("cuda")) and name == "relative":
+    if driver.runs_warp_specialized(torch.device("cuda")) and name == "relative":
         assert any(isinstance(one, DiagonalLaunch) for one in made)  # the table's gradient, inside the row gradient's
 
 

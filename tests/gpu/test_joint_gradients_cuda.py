@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from tests.support.joint_gradient_cases import CASES, check, gradients
 
-HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and driver.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 MANY = (2, 16, 16, 2048, 2048, 128, {"is_causal": True})
 

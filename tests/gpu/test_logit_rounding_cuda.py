@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.plan import budget
 from tests.support import internals
 from tests.support.logit_rounding_cases import compare, head, made, ours, plain, pulled, twice
 
-HOPPER = torch.cuda.is_available() and hardware.has_fast_epilogues(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and driver.has_fast_epilogues(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU whose gradients are written by products of our own")
 
 SIZES = [(1000, 8003, 520), (2048, 2048, 768), (600, 4096, 4096)]

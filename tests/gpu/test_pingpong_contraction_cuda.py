@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from tests.support import internals
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check
 
-HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and driver.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 

@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from tests.support import internals
 from tests.support.pingpong_cases import (
     SIZES,
@@ -24,7 +24,7 @@ from tests.support.pingpong_cases import (
     made,
 )
 
-HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and driver.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))

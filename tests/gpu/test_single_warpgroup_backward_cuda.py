@@ -10,11 +10,11 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from tests.support import internals
 from tests.support.single_warpgroup_cases import DROPPED, OPTIONS, SIZES, check, pulled
 
-HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and driver.runs_warp_specialized(torch.device("cuda"))
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 

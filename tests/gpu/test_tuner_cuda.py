@@ -11,7 +11,7 @@ from benchmarks.measure import captured
 from monoidreduce import Col, Row, autotune, explain, tuning
 from monoidreduce.engines import auto
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.plan import candidates, schedule
 from monoidreduce.plan.schedule import Choice
 from tests.support import internals
@@ -104,7 +104,7 @@ def test_peak_memory_is_as_predicted(name):
 
 def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
     internals.forget_launches(monkeypatch)
-    with jit_module.watch_resources() as kernels:
+    with driver.watch_resources() as kernels:
         attention(*drawn(512, 512, 512))
     assert kernels and all(0 < k.registers <= 255 and k.spills >= 0 and k.shared > 0 for k in kernels)
 

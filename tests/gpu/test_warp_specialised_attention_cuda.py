@@ -12,7 +12,7 @@ import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import ops
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from tests.support import internals
 from tests.support.warp_specialised_attention_cases import (
     BY_TURNS,
@@ -26,7 +26,7 @@ from tests.support.warp_specialised_attention_cases import (
     made,
 )
 
-HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and driver.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 

@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from tests.support.warp_specialised_mlp_cases import (
     CASES,
     FUNCTIONS,
@@ -23,7 +23,7 @@ from tests.support.warp_specialised_mlp_cases import (
     torchs,
 )
 
-HOPPER = torch.cuda.is_available() and hardware.runs_warp_specialized(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and driver.runs_warp_specialized(torch.device("cuda"))
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engines.triton.kernels import listed_launch, pick, small_kernels, topk
-from monoidreduce.engines.triton.launch import descriptors, jit_module
+from monoidreduce.engines.triton.launch import descriptors, driver
 from monoidreduce.engines.triton.panel import accumulators, row_factor
 from monoidreduce.engines.triton.schedules import spec_from_tensors
 from tests.support import internals
@@ -68,7 +68,7 @@ def by_address(monkeypatch):
     internals.replace_fixed_kernel_launch(monkeypatch, first)
     small_ones = (row_factor, accumulators, spec_from_tensors, pick, topk, small_kernels, listed_launch)
     for kernels in [small_kernels._dots, *(module._kernels for module in small_ones)]:
-        monkeypatch.setattr(kernels, "launch_cache", jit_module.LaunchCache())
+        monkeypatch.setattr(kernels, "launch_cache", driver.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))

@@ -8,9 +8,8 @@ import torch
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.schedules import kernel_plan
-from monoidreduce.engines.triton.schedules.resident import attention
-from monoidreduce.engines.triton.schedules.resident.attention import AttentionSchedule
+from monoidreduce.engines.triton.schedules import attention, kernel_plan
+from monoidreduce.engines.triton.schedules.attention import AttentionSchedule
 from tests.support import gluon_simulator
 from tests.support.aot_compile import CASES as COMPILED
 from tests.support.aot_compile import calls

@@ -7,7 +7,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.launch import descriptors, jit_module
+from monoidreduce.engines.triton.launch import descriptors, driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BEFORE = (7, 1, 1, "stream", "function")
@@ -66,7 +66,7 @@ def test_launchers_of_another_make_are_given_descriptors():
     for launch, arguments in ((plain, ARGUMENTS), (COMPILED, ARGUMENTS), (broken, ARGUMENTS), (broken, [None, None])):
         assert descriptors.bypass_encoding(launch, BEFORE, arguments) is None
     relauncher = SimpleNamespace(start=plain, grid=(1, 1, 1), inserted=())
-    assert jit_module.Relauncher.open_descriptors(relauncher, ARGUMENTS) == (plain, {})
+    assert driver.Relauncher.open_descriptors(relauncher, ARGUMENTS) == (plain, {})
 
 
 @mr.op

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.panel.panel_program import split_into_loops
+from monoidreduce.engines.panel import split_into_loops
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.engines.triton.panel import row_factor
 from monoidreduce.engines.triton.panel.row_factor import RowCorrections
 from monoidreduce.engines.triton.panel.row_kernel import fuse_stages, group_stages
@@ -118,7 +118,7 @@ def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkey
     monkeypatch.setattr(
         RowCorrections,
         "add_label_terms",
-        lambda *given: added.append(jit_module._collected.get() is not None) or add(*given),
+        lambda *given: added.append(driver._collected.get() is not None) or add(*given),
     )
     found = pulled(loss, (x, w), limit)
     assert used == GUESSED * (panels + 1)

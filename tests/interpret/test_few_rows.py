@@ -9,7 +9,8 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton.codegen import tile_ranges
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.kernels import prepared_fold
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.engines.triton.schedules import kernel_plan
 from tests.support.scaled_cases import store
 
@@ -21,8 +22,8 @@ def small_tiles(tmp_path, monkeypatch):
     """Tiles of 64 columns, and a device that they are split over; the launches that were prepared."""
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setattr(kernel_plan, "FEW", {256: (64, 4, 2)})
-    monkeypatch.setattr(hardware, "count_processors", lambda device: 8)
-    monkeypatch.setattr(engine, "_PREPARED", {})
+    monkeypatch.setattr(driver, "count_processors", lambda device: 8)
+    monkeypatch.setattr(prepared_fold, "_PREPARED", {})
 
 
 def prepared():

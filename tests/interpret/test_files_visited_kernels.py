@@ -7,7 +7,7 @@ from tests.support.visited_files import assert_few
 # how it runs: files that a first forward, a known forward, and a known forward with its backward may visit. On a GPU
 # known calls are replayed; the interpreter launches nothing again. Lower them where files are joined; the aim is 30 for
 # a first call.
-MOST = {"triton": (39, 15, 17), "h200": (41, 8, 10)}
+MOST = {"triton": (36, 14, 16), "h200": (36, 8, 10)}
 
 
 @pytest.mark.parametrize("engine", MOST)

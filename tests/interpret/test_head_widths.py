@@ -8,8 +8,9 @@ from monoidreduce import ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.codegen.kernel_spec import slice_width
-from monoidreduce.engines.triton.schedules.resident import attention
-from monoidreduce.engines.triton.schedules.resident.attention import AttentionSchedule
+from monoidreduce.engines.triton.kernels import prepared_fold
+from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.attention import AttentionSchedule
 from tests.support import gluon_simulator, internals
 
 
@@ -67,7 +68,7 @@ def _check(width, values, dtype, causal, rising=False, strided=False, launched=N
 @pytest.mark.parametrize("width, said", [(40, True), (56, True), (48, False), (64, False)])
 def test_strides_of_eight_are_said(width, said, monkeypatch):
     """Heads split from one projection: strides are multiples of the width, and Triton looks for multiples of 16."""
-    monkeypatch.setattr(engine, "_PREPARED", {})
+    monkeypatch.setattr(prepared_fold, "_PREPARED", {})
     gen = torch.Generator().manual_seed(width)
     x = torch.randn(1, 150, 3 * 2 * width, generator=gen).half()
     q, k, v = (t.unflatten(-1, (2, width)).transpose(1, 2) for t in x.chunk(3, -1))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.codegen import k_loop, random_functions
+from monoidreduce.engines.triton.codegen import kernel_spec, special_functions
 from monoidreduce.engines.triton.codegen.kernel_spec import Spec
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import kernel_plan
@@ -101,10 +101,10 @@ def test_a_gpu_s_gumbel_numbers(monkeypatch):
     words = torch.cat([torch.arange(1000), 2**32 - 1 - torch.arange(1000), torch.arange(0, 2**32, 20011)])
     near_one = torch.arange(*torch.tensor([0.99, 1.0]).view(torch.int32).tolist(), dtype=torch.int32)
     u = torch.cat([words.float() * 2.0**-32 + 2.0**-33, near_one.view(torch.float32)])
-    monkeypatch.setattr(random_functions, "tl", torch)
-    monkeypatch.setattr(random_functions, "native_normal_log2", torch.log2)
-    monkeypatch.setattr(random_functions, "lot", lambda *place: u)
-    got = random_functions.native_gumbel(0, 0, 0, 0, torch.float32).double()
+    monkeypatch.setattr(special_functions, "tl", torch)
+    monkeypatch.setattr(special_functions, "native_normal_log2", torch.log2)
+    monkeypatch.setattr(special_functions, "lot", lambda *place: u)
+    got = special_functions.native_gumbel(0, 0, 0, 0, torch.float32).double()
     exact = -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24).double()))
     off = (got - exact).abs()
     assert u.max() == 1 and got.isfinite().all()
@@ -161,7 +161,7 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
     def first(x: mr.Row["d"], w: mr.Col["d"]):
         return mr.argmax(x @ w)
 
-    assert k_loop.rounds_products(spec(total, x, x)) and not k_loop.rounds_products(spec(first, x, x))
+    assert kernel_spec.rounds_products(spec(total, x, x)) and not kernel_spec.rounds_products(spec(first, x, x))
 
 
 SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
@@ -192,13 +192,13 @@ def test_kept_tiles_that_run_together_leave_room_in_the_cache():
     one, other = (Spec(*_given(width), k_loop=True) for width in (512, 1024))
     many = 2**20
     assert (
-        k_loop.count_concurrent_tiles(one, 128, many)
-        == 2 * k_loop.count_concurrent_tiles(one, 256, many)
-        == 4 * k_loop.count_concurrent_tiles(other, 256, many)
+        kernel_spec.count_concurrent_tiles(one, 128, many)
+        == 2 * kernel_spec.count_concurrent_tiles(one, 256, many)
+        == 4 * kernel_spec.count_concurrent_tiles(other, 256, many)
         > 0
     )
-    assert k_loop.count_concurrent_tiles(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
-    assert k_loop.count_concurrent_tiles(Spec(*_given(2**24), k_loop=True), 128, many) == 1
+    assert kernel_spec.count_concurrent_tiles(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
+    assert kernel_spec.count_concurrent_tiles(Spec(*_given(2**24), k_loop=True), 128, many) == 1
 
 
 def _given(width):
@@ -216,8 +216,8 @@ def test_parts_of_a_few_tiles_at_a_time(few, seed, monkeypatch):
     """The same numbers in whatever order program instances run, the last few tiles being fewer."""
     rows = 67 + few  # a launch of its own for each
     x, w = vectors(rows, 130, 300, seed)
-    monkeypatch.setattr(k_loop, "_NEAR", few * 16 * 300 * 2)
-    monkeypatch.setattr(k_loop, "_FITS", 0)
+    monkeypatch.setattr(kernel_spec, "_NEAR", few * 16 * 300 * 2)
+    monkeypatch.setattr(kernel_spec, "_FITS", 0)
     label = torch.arange(rows)
     with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, splits=3)}):
         loss, best, _ = head(x, w, label, torch.zeros(130).half())

@@ -9,7 +9,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.triton.kernels import large_topk
+from monoidreduce.engines.triton.kernels import topk
 from monoidreduce.program.expression import node, reduce_node
 from tests.support import truncated_sampling
 from tests.support.large_topk_cases import K, arguments, dense, derive, sort_rows
@@ -158,8 +158,8 @@ def test_selection_is_that_of_a_stable_sort(dtype, held, monkeypatch):
     """The first of equals, NaN above all, zeros whatever their signs, sorted rows (whose threshold must be raised),
     infinities, the ends of int64."""
     if held:
-        monkeypatch.setattr(large_topk, "_HELD", {4: held, 8: held})
-        monkeypatch.setattr(large_topk, "_LANES", 128)
+        monkeypatch.setattr(topk, "_LARGE_HELD", {4: held, 8: held})
+        monkeypatch.setattr(topk, "_LANES", 128)
     torch.manual_seed(0)
     x = torch.randn(7, 205)
     x[1] -= 20
@@ -171,18 +171,18 @@ def test_selection_is_that_of_a_stable_sort(dtype, held, monkeypatch):
     x = torch.nn.functional.pad(x.to(dtype), (0, 3))[:, :205]
     compute = torch.promote_types(dtype, torch.float32)
     for k, largest in ((16, True), (3, False), (60, True)):
-        values, places = large_topk.select(x, k, largest, compute)
+        values, places = topk.select_large(x, k, largest, compute)
         wide = x if dtype is torch.int64 else x.to(compute)
         wanted, at = sort_rows(wide, k, largest)
         assert torch.equal(places, at)
         torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
-    assert [t.shape for t in large_topk.select(x[:0], 3, True, compute)] == [(0, 3), (0, 3)]
+    assert [t.shape for t in topk.select_large(x[:0], 3, True, compute)] == [(0, 3), (0, 3)]
 
 
 def test_a_large_problem_is_never_held_whole():
     score = node("leaf", (), ("x0",), rows=True, cols=True, feature=None, dtype="float")
     best = reduce_node("topk", "cols", (2048, True), (score,))
     sizes = Sizes(4096, 32768, (), {}, torch.device("cpu"), torch.float32)
-    rows, cols = large_topk._choose_panel_shape(best, sizes, 4096, 32768)
+    rows, cols = topk._choose_panel_shape(best, sizes, 4096, 32768)
     assert rows <= 1024 and cols == 32768
-    assert large_topk._choose_panel_shape(best, sizes, 64, 4096) == (64, 4096)  # little is
+    assert topk._choose_panel_shape(best, sizes, 64, 4096) == (64, 4096)  # little is

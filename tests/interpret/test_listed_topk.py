@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.kernels import large_topk, listed_fold
+from monoidreduce.engines.triton.kernels import listed_fold, topk
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, use_plan
 from tests.interpret.test_listed_kernels import blocks, edges, paged, run  # noqa: F401
 
@@ -38,14 +38,14 @@ def whole_numbers(x: Row, y: Col):
 @pytest.fixture(autouse=True)
 def few_in_registers(monkeypatch):
     """A launch keeps four, so that ten take three; and nothing is gathered."""
-    monkeypatch.setattr(large_topk, "MOST_IN_REGISTERS", 4)
+    monkeypatch.setattr(topk, "MOST_IN_REGISTERS", 4)
     gather_from(monkeypatch, 99)
 
 
 def gather_from(monkeypatch, rounds):
     """Lists that would take more launches are gathered."""
     for name in ("_MOST_ROUNDS", "_MOST_LONE_ROUNDS"):
-        monkeypatch.setattr(large_topk, name, rounds)
+        monkeypatch.setattr(topk, name, rounds)
 
 
 def sort_pairs(s, times, largest):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.panel.panel_program import split_into_loops
+from monoidreduce.engines.panel import split_into_loops
 from monoidreduce.engines.triton import KernelPlan, KernelStep
 from monoidreduce.engines.triton.kernels import elementwise
 from monoidreduce.engines.triton.panel.arena import BorrowedTotals

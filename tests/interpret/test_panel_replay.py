@@ -6,7 +6,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.launch import jit_module, replay
+from monoidreduce.engines.triton.launch import driver, replay
 from monoidreduce.engines.triton.panel import kernel_step
 from monoidreduce.plan import budget, panel_layout
 from monoidreduce.runtime.dry_run import LiveMemory
@@ -296,7 +296,7 @@ def test_parts_of_one_tensor_are_told_apart():
 def test_a_kernel_that_is_not_launched_again_is_not_written_down():
     listener = replay.Recorder({})
     with listener:
-        jit_module.report(None, ())
+        driver.report(None, ())
     assert "not launched again" in listener.failure
 
 
@@ -317,13 +317,13 @@ class Compiled:
 
 def test_kernels_are_started_with_addresses(monkeypatch):
     seen, stream = [], [7]
-    monkeypatch.setattr(jit_module, "find_stream", lambda device: lambda: stream[0])
+    monkeypatch.setattr(driver, "find_stream", lambda device: lambda: stream[0])
     x, device = torch.zeros(6, 4), torch.device("cpu")
-    again = jit_module.Relauncher(Compiled(seen), (3, 2), (16, "ieee"), device)
+    again = driver.Relauncher(Compiled(seen), (3, 2), (16, "ieee"), device)
 
     def launch(x):
         out = torch.empty(5)
-        jit_module.report(again, (out[1:], x[2:], 4, 0.5))
+        driver.report(again, (out[1:], x[2:], 4, 0.5))
         return (out,)
 
     made = written(launch, x)
@@ -338,8 +338,8 @@ def test_kernels_are_started_with_addresses(monkeypatch):
 def test_a_compiled_kernel_is_launched_on_another_grid(monkeypatch):
     """As for another length, without a look-up; what stands for a launch in a dry run is not."""
     seen, stream, device = [], [7], torch.device("cpu")
-    monkeypatch.setattr(jit_module, "find_stream", lambda device: lambda: stream[0])
-    one = jit_module.Relauncher(Compiled(seen), (3, 2), (16,), device)
+    monkeypatch.setattr(driver, "find_stream", lambda device: lambda: stream[0])
+    one = driver.Relauncher(Compiled(seen), (3, 2), (16,), device)
     other = one.on_grid((5,))
     for again in (other, one):
         again(1.5)
@@ -349,11 +349,12 @@ def test_a_compiled_kernel_is_launched_on_another_grid(monkeypatch):
     after = (12345, (4, 1, 2048), None, None, None)
     first, second = ((*grid, 7, *after, 1.5, 16) for grid in ((5, 1, 1), (3, 2, 1)))
     assert seen == [first, ("watched", (5, 1, 1), 1.5, 16), second, ("watched", (3, 2, 1), 1.5, 16)]
-    assert jit_module.Relauncher(jit_module._SKIPPED, (3,), (), device).on_grid((5,)) is None
+    assert driver.Relauncher(driver._SKIPPED, (3,), (), device).on_grid((5,)) is None
 
 
-def test_launchers_are_kept_by_their_keys():
-    made, keeper = [], jit_module.LaunchCache(most=2)
+def test_launchers_are_kept_by_their_keys(monkeypatch):
+    monkeypatch.setattr(driver, "_MOST_LAUNCHERS", 2)
+    made, keeper = [], driver.LaunchCache()
 
     def first(name):
         made.append(name)
@@ -365,9 +366,9 @@ def test_launchers_are_kept_by_their_keys():
     keeper(("d",), lambda: None, ())
     assert ("d",) not in keeper.relaunchers
     assert (
-        jit_module.specialize_integer(1)
-        != jit_module.specialize_integer(2)
-        != jit_module.specialize_integer(16)
-        == jit_module.specialize_integer(32)
+        driver.specialize_integer(1)
+        != driver.specialize_integer(2)
+        != driver.specialize_integer(16)
+        == driver.specialize_integer(32)
     )
-    assert jit_module.specialize_integer(-(2**31)) != jit_module.specialize_integer(-(2**32))
+    assert driver.specialize_integer(-(2**31)) != driver.specialize_integer(-(2**32))

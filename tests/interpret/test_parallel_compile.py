@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch
 
-from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.engines.triton.launch.jit_module import LaunchCache
+from monoidreduce.engines.triton.launch import driver
+from monoidreduce.engines.triton.launch.driver import LaunchCache
 from tests.support import internals
 
 CPU = torch.device("cpu")
@@ -114,19 +114,19 @@ class Kernel:
 def waits(monkeypatch):
     """As on a GPU, of which nothing was asked yet."""
     internals.compile_in_parallel(monkeypatch)
-    monkeypatch.setattr(jit_module, "_launched", set())
+    monkeypatch.setattr(driver, "_launched", set())
 
 
 def launches(*kernels):
     for k, kernel in enumerate(kernels):
-        jit_module.launch(kernel, (k,), ("x", k), {"WIDTH": 64})
+        driver.launch(kernel, (k,), ("x", k), {"WIDTH": 64})
 
 
 def test_threads_compile_with_what_a_launch_is_given_and_where_it_is_asked(waits):
     said = []
     a, b = Kernel(said, "a"), Kernel(said, "b")
     SHOWN.set("something")
-    jit_module.compile_ahead(CPU, lambda: launches(a, b))
+    driver.compile_ahead(CPU, lambda: launches(a, b))
     assert sorted(s[1] for s in said if s[0] == "load") == ["a", "b"]
     for k, name in enumerate("ab"):
         (asked,) = [s for s in said if s[:2] == ("compile", name)]
@@ -140,7 +140,7 @@ def test_one_kernel_compiles_where_it_is_launched(waits):
     said = []
     a, b = Kernel(said, "a"), Kernel(said, "b")
     launches(b)
-    jit_module.compile_ahead(CPU, lambda: launches(a, b, a))  # b was launched before
+    driver.compile_ahead(CPU, lambda: launches(a, b, a))  # b was launched before
     assert [s[0] for s in said] == ["launch"]
 
 
@@ -149,7 +149,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
     said = []
     kept, a, b = LaunchCache(), Kernel(said, "a"), Kernel(said, "b")
     again = lambda *arguments: said.append(("again", *arguments))
-    first = lambda kernel: lambda: jit_module.launch(kernel, (1,), ("x",), {}) or again
+    first = lambda kernel: lambda: driver.launch(kernel, (1,), ("x",), {}) or again
 
     def steps():
         kept(("a",), first(a), ["x"])
@@ -157,7 +157,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
 
     kept(("a",), first(a), ["x"])
     said.clear()
-    jit_module.compile_ahead(CPU, steps)
+    driver.compile_ahead(CPU, steps)
     assert not [s for s in said if s[0] in ("launch", "again")]
     steps()
     assert [s[:2] for s in said if s[0] in ("launch", "again")] == [("again", "x"), ("launch", "b")]
@@ -165,7 +165,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
 
 def test_mistakes_are_left_to_the_launch(waits):
     said = []
-    jit_module.compile_ahead(CPU, lambda: launches(Kernel(said, "a", broken=True), Kernel(said, "b")))
+    driver.compile_ahead(CPU, lambda: launches(Kernel(said, "a", broken=True), Kernel(said, "b")))
     assert sorted(s[:2] for s in said) == [("compile", "a"), ("compile", "b"), ("load", "b")]
 
     def stops():
@@ -173,15 +173,15 @@ def test_mistakes_are_left_to_the_launch(waits):
         raise ValueError
 
     said.clear()
-    jit_module.compile_ahead(CPU, stops)
-    assert not said and jit_module._collected.get() is None
+    driver.compile_ahead(CPU, stops)
+    assert not said and driver._collected.get() is None
 
 
 def test_nothing_is_looked_at_in_the_interpreter_at_rest_or_where_torch_is_watched():
     asked = []
-    jit_module.compile_ahead(CPU, lambda: asked.append("interpreter"))
-    with jit_module.skip_launches():
-        jit_module.compile_ahead(torch.device("cuda"), lambda: asked.append("rest"))
+    driver.compile_ahead(CPU, lambda: asked.append("interpreter"))
+    with driver.skip_launches():
+        driver.compile_ahead(torch.device("cuda"), lambda: asked.append("rest"))
     with torch._subclasses.FakeTensorMode():
-        jit_module.compile_ahead(torch.device("cuda"), lambda: asked.append("watched"))
+        driver.compile_ahead(torch.device("cuda"), lambda: asked.append("watched"))
     assert not asked

@@ -10,8 +10,8 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.panel import epilogue
-from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
-from monoidreduce.engines.triton.schedules.pingpong.gemm_fold import GemmSchedule
+from monoidreduce.engines.triton.schedules import pingpong
+from monoidreduce.engines.triton.schedules.pingpong import GemmSchedule
 from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import Case, best, calls, contrastive, drawn
 from tests.support.pingpong_cases import (
@@ -51,10 +51,10 @@ def test_a_fold_against_float64(M, N, D, wide, seen):
 @pytest.fixture
 def shallow(monkeypatch):
     """A ring of two blocks: the least depth."""
-    gemm_fold.write_kernel.cache_clear()
-    monkeypatch.setitem(gemm_fold.FOLDS, False, GemmSchedule(stages=2))
+    pingpong.write_kernel.cache_clear()
+    monkeypatch.setitem(pingpong.FOLDS, False, GemmSchedule(stages=2))
     yield
-    gemm_fold.write_kernel.cache_clear()
+    pingpong.write_kernel.cache_clear()
 
 
 def test_another_depth_by_one_value(shallow, seen):

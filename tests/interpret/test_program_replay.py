@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.runtime import replay
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -298,10 +298,10 @@ class Launcher:
 
 def test_what_a_launcher_calls():
     launcher, after = Launcher(), ("function", "metadata", None, None, None)
-    start, between = jit_module._find_c_launcher(launcher, (5, 1, 1), after)
+    start, between = driver._find_c_launcher(launcher, (5, 1, 1), after)
     start(5, 1, 1, "stream", *between, "out", 3)
     launcher(5, 1, 1, "stream", *after, "out", 3)
     assert launcher.seen[0] == launcher.seen[1] and len(launcher.seen) == 2
     launcher.global_scratch_size = 16
-    assert jit_module._find_c_launcher(launcher, (5, 1, 1), after) is None
-    assert jit_module._find_c_launcher(lambda *given: None, (5, 1, 1), after) is None
+    assert driver._find_c_launcher(launcher, (5, 1, 1), after) is None
+    assert driver._find_c_launcher(lambda *given: None, (5, 1, 1), after) is None

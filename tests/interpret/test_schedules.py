@@ -14,7 +14,7 @@ from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.codegen import compiler, kernel_text
+from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
 from monoidreduce.reductions import softmax
@@ -101,7 +101,7 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
         mr.use(engine="triton"),
     ):
         got = run(layer.op, args)
-    *_, ready = engine._PREPARED.values()
+    *_, ready = engine.prepared_folds().values()
     (text,) = (one.kernel.text for one in ready.launches if one.over == "cols")
     whole = text.split("for t in range(")[1]
     assert whole.count("sum0 = tl.dot(") == 2 and "tl.trans(" not in whole.split("sum0 = tl.dot(", 1)[1]
@@ -335,7 +335,7 @@ def test_an_unaligned_tensor_is_planned_anew(monkeypatch):
     with planned(), mr.use(engine="triton"):
         attention(q, q, v, 0.5)
         attention(q, k, v, 0.5)
-        assert len(engine._PREPARED) == 2
+        assert len(engine.prepared_folds()) == 2
 
 
 def test_strict_refuses_what_has_no_kernel():
@@ -359,18 +359,18 @@ def test_precisions(monkeypatch):
         for precision in ("ieee", "tf32", "tf32x3"):
             with mr.use(engine="triton", precision=precision):
                 attention(*x, 0.5)
-        assert len(engine._PREPARED) == 3
+        assert len(engine.prepared_folds()) == 3
 
 
 def test_tiles_are_cut_where_numbers_of_pairs_would_not_fit_in_registers():
     text = "v0 = dot\nv1 = cos(v0)\nv2 = sin(v0)\nsum += v1 * v2\nv3 = dot\nsum += v3"
-    assert kernel_text.count_held(text, {"v0", "v1", "v2", "v3"}) == 2
-    assert kernel_text.count_held(text, set()) == 0
-    widths = kernel_text.BlockWidths(kept=128, kept_blocks=1, folded=128, state=128)
+    assert compiler.count_held(text, {"v0", "v1", "v2", "v3"}) == 2
+    assert compiler.count_held(text, set()) == 0
+    widths = compiler.BlockWidths(kept=128, kept_blocks=1, folded=128, state=128)
     cut = {}
     for held in (3, 4, 100):
-        traits = kernel_text.Traits(held_pairs=held)
-        kernel = kernel_text.Kernel("fold_over_cols", "", (), widths=widths, traits=traits)
+        traits = compiler.Traits(held_pairs=held)
+        kernel = compiler.Kernel("fold_over_cols", "", (), widths=widths, traits=traits)
         cut[held] = kernel_plan.choose_plan(kernel, "cols", 2, copies=True).block_folded
     assert cut == {3: 128, 4: 64, 100: 64}
 

@@ -13,8 +13,8 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules.resident import work_split
-from monoidreduce.engines.triton.schedules.resident.logit_forms import match_dropped_number, match_dropped_weight
+from monoidreduce.engines.triton.schedules import work_split
+from monoidreduce.engines.triton.schedules.logit_forms import match_dropped_number, match_dropped_weight
 from monoidreduce.program import constructors
 from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import Case, calls

@@ -23,7 +23,7 @@ from monoidreduce.engines.eager import tile_code
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen import compiler, kernel_spec
 from monoidreduce.engines.triton.kernels import fold_kernel as launch
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.program.expression import index
 from monoidreduce.runtime import torch_operator
@@ -335,10 +335,10 @@ def _spec_and_text(op, f):
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "new"))
-    path = jit_module.write_text("x = 1\n")
+    path = driver.write_text("x = 1\n")
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
     path.write_text("x = 2\n")  # whatever the file holds, the text given runs
-    assert jit_module.load_module("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
+    assert driver.load_module("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
 
 
 # Choice and fallback

@@ -11,7 +11,7 @@ from monoidreduce import Col, Row, autotune, tuning
 from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.runtime import memory_estimate
 from monoidreduce.runtime.dry_run import FoldCall, LiveMemory
@@ -82,8 +82,8 @@ def test_the_short_call_runs_the_kernels_of_the_long_one(many, monkeypatch):
     with mr.use(engine="auto"):
         fold, leaves, sizes = autotune.record_call(attention, args, {}, backward=True).folds[-1]
     plans = {over: (16, 16, 4, 1, 1) for over in ("cols", "rows")}
-    loaded, load = [], jit_module.load_module
-    monkeypatch.setattr(jit_module, "load_module", lambda text, *rest: loaded.append(text) or load(text, *rest))
+    loaded, load = [], driver.load_module
+    monkeypatch.setattr(driver, "load_module", lambda text, *rest: loaded.append(text) or load(text, *rest))
     choice = Choice("flash", tuple(plans.items()))
     assert tuning.find_error(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
     assert len(loaded) > 2 == len(set(loaded))

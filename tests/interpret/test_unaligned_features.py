@@ -6,9 +6,10 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import ops
+from monoidreduce.engines import panel
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common import matmul
-from monoidreduce.engines.panel import panel_program
+from monoidreduce.engines.triton.kernels import prepared_fold
 from monoidreduce.program import lower
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -40,8 +41,8 @@ def test_loss_and_gradients(monkeypatch):
 @pytest.mark.parametrize("limit, padded", [(2**20, True), (2**17, False)])
 def test_copies_are_part_of_the_budget(monkeypatch, limit, padded):
     """Copies and padded gradients of ``2 * (ROWS + COLS) * 264`` 16-bit numbers: 83 kB."""
-    seen, real = [], panel_program.pad_features
-    monkeypatch.setattr(panel_program, "pad_features", lambda *given: seen.append(real(*given)) or seen[-1])
+    seen, real = [], panel.pad_features
+    monkeypatch.setattr(panel, "pad_features", lambda *given: seen.append(real(*given)) or seen[-1])
     monkeypatch.setattr("monoidreduce.engines.panel.TorchStep.aligns_features", True)
     x, w, target = head(torch.bfloat16)
     with mr.use(engine="panel"), mr.budget(limit):
@@ -51,7 +52,7 @@ def test_copies_are_part_of_the_budget(monkeypatch, limit, padded):
 
 
 def test_a_forward_in_one_kernel_reads_padded_copies(monkeypatch):
-    monkeypatch.setattr(engine, "_PREPARED", {})
+    monkeypatch.setattr(prepared_fold, "_PREPARED", {})
     x, w, target = (t.detach() for t in head(torch.float16))
     with mr.use(engine="triton"):
         found = ops.linear_cross_entropy(x, w, target)
@@ -75,4 +76,4 @@ def plain(x: mr.Row["d"], y: mr.Col["d"]):
 def test_features_are_padded_where_zeros_stay_zeros(op, letters):
     program = op.program(torch.zeros(2, WIDTH), torch.zeros(3, WIDTH))
     lowered = program if isinstance(program, lower.Lowered) else program.lowered
-    assert panel_program._letters(lowered) == letters
+    assert panel._letters(lowered) == letters

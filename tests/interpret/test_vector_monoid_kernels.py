@@ -9,7 +9,7 @@ import monoidreduce as mr
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import listed_fold, listed_launch
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from tests.support import own_monoids as own
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "error::monoidreduce.errors.FallbackWarning")
@@ -103,7 +103,7 @@ def test_wide_vectors(f, d):
 
 @pytest.mark.parametrize(("width", "small"), [(300, True), (80, False)])
 def test_more_features_than_registers_hold_fall_back(width, small, monkeypatch):
-    monkeypatch.setattr(hardware, "has_small_products", lambda: small)
+    monkeypatch.setattr(driver, "has_small_products", lambda: small)
     args = own.problem(5, 9)
     wide = torch.randn(9, width, dtype=torch.float64)
     with mr.use(engine="triton"), pytest.warns(mr.errors.FallbackWarning, match="features"):

@@ -16,9 +16,9 @@ import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.launch import hardware
-from monoidreduce.engines.triton.schedules.resident import attention
-from monoidreduce.engines.triton.schedules.resident.attention_schedules import AttentionSchedule
+from monoidreduce.engines.triton.launch import driver
+from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.attention import AttentionSchedule
 from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import CASES, Case, calls
 from tests.support.golden_files import compare
@@ -222,7 +222,7 @@ def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns
 )
 def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
     internals.pretend_device(monkeypatch, warp_specialised=True)
-    monkeypatch.setattr(hardware, "count_processors", lambda device: 132)
+    monkeypatch.setattr(driver, "count_processors", lambda device: 132)
     for spec in (described(softcap=30.0), described()):
         assert attention.choose_tile(spec, torch.device("cpu"), length, count) == tile
 

@@ -12,7 +12,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.schedules.resident import work_split
+from monoidreduce.engines.triton.schedules import work_split
 from monoidreduce.program import constructors
 from monoidreduce.program.expression import node
 from tests.support import gluon_simulator, internals

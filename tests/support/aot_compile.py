@@ -26,12 +26,12 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.triton import KernelPlan, Rendering, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text
+from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.engines.triton.panel import accumulators
+from monoidreduce.engines.triton.schedules import attention as hand_scheduled
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
-from monoidreduce.engines.triton.schedules.resident import attention as hand_scheduled
 from monoidreduce.plan import schedule as default_tiles
 from tests.support import internals, own_monoids, user_kernel_cases
 
@@ -518,7 +518,7 @@ def count_shared(case: Case, call: fold_kernel.KernelCall, family: default_tiles
     (arguments,) = re.findall(rf"def {call.kernel.name}\(([^)]*)\)", call.kernel.text)
     given = zip((name.split(":")[0].strip() for name in arguments.split(",")), call.arguments, strict=False)
     boxes = {name: str(box.block_shape) for name, box in given if hasattr(box, "block_shape")}
-    known = dict(zip(kernel_text.CONSTANTS, (call.plan.block_kept, call.plan.block_folded), strict=False))
+    known = dict(zip(compiler.CONSTANTS, (call.plan.block_kept, call.plan.block_folded), strict=False))
     total = 0
     for dtype, shape in re.findall(
         r"allocate_shared_memory\(tl\.(\w+), (\[.*?\](?: \+ [\w.]+)?), [a-zA-Z]", call.kernel.text
@@ -534,7 +534,7 @@ def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compi
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    module = jit_module.load_module(call.kernel.text, call.kernel.functions)
+    module = driver.load_module(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
     constants = call.constants(module)
     signature, attributes = {}, {}

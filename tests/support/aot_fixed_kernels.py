@@ -11,9 +11,8 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engines.triton.kernels import large_topk, pick, point_search, small_kernels
-from monoidreduce.engines.triton.kernels import topk as strips
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.kernels import pick, point_search, small_kernels, topk
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.reductions.base import split_blocks
 from tests.support.aot_compile import _assembled, _counted
 
@@ -40,7 +39,7 @@ def selected(name, kind, key, largest=True, **constants):
     constants = {"LARGEST": largest, "TOP": int(key[1:]) - 1 - bits, "BITS": bits, **constants}
     known = ("LARGEST",) if name == "choose_strips" else ()
     constants = {k: v for k, v in constants.items() if k not in (*known, *(("BITS",) if known else ()))}
-    return large_topk._kernels.text, name, signature, constants, 4 if name in ("collect", "strip_maxima") else 16
+    return topk._large_kernels.text, name, signature, constants, 4 if name in ("collect", "strip_maxima") else 16
 
 
 def listed(kind, strips, width, slots, bits):
@@ -51,8 +50,8 @@ def listed(kind, strips, width, slots, bits):
 
 
 CASES = [
-    (strips._kernels.text, *listed("*bf16", 2048, 4096, 64, 16)),
-    (strips._kernels.text, *listed("*fp32", 8192, 8192, 128, 0)),
+    (topk._kernels.text, *listed("*bf16", 2048, 4096, 64, 16)),
+    (topk._kernels.text, *listed("*fp32", 8192, 8192, 128, 0)),
     (pick._kernels.text, "run_sums", SINGLE, {"WHICH": 0, "WIDTH": 128, "LANES": 128, "ENTRIES": 16}, 1),
     (small_kernels._kernels.text, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
     (
@@ -90,7 +89,7 @@ def compiled(text, name, signature, constants, warps, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, constants = getattr(jit_module.load_module(text), name), dict(constants)
+    function, constants = getattr(driver.load_module(text), name), dict(constants)
     signature = {n: signature.get(n, "constexpr") for n in function.arg_names}
     ast, said = ASTSource(function, signature, constants), io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.program.primitives import PRIMITIVES
 from tests.support import fast_functions
 
@@ -27,7 +27,7 @@ def count(text: str, capability: int) -> tuple[int, int, int]:
     """Instructions of SASS, of these on the special function unit, and of PTX, of a kernel that writes ``text``."""
     source = fast_functions.write_kernel(text, NUMBERS)
     signature = {"out": "*fp32", "xs": "*fp32", "ys": "*fp32", "size": "i32"}
-    function = jit_module.load_module(source).apply
+    function = driver.load_module(source).apply
     found = triton.compile(
         ASTSource(function, signature, {}, {}),
         target=GPUTarget("cuda", capability, 32),

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 import monoidreduce as mr
 from benchmarks import pretend
 from monoidreduce import ops
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from tests.support import internals
 
 HEARD: list[tuple[str, str, str]] = []  # what was done, to which kernel, in which thread
@@ -106,13 +106,13 @@ def called(layer, broken=None, together=True):
     """What two calls did, one after the other."""
     op, make = LAYERS[layer]
     with (
-        mock.patch.object(jit_module, "skip_launches", contextlib.nullcontext),
+        mock.patch.object(driver, "skip_launches", contextlib.nullcontext),
         mock.patch.object(triton.compiler, "compile", compiler(broken)),
         pretend.h200(),
         pytest.MonkeyPatch.context() as patch,
         mr.use(engine="auto"),
     ):
-        patch.setattr(jit_module, "make_relauncher", lambda compiled, *given: compiled and compiled.launch_again)
+        patch.setattr(driver, "make_relauncher", lambda compiled, *given: compiled and compiled.launch_again)
         internals.compile_in_parallel(patch, together)
         found = []
         for _ in range(2):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from monoidreduce.engines.triton.codegen import kernel_text
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.codegen import compiler
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.program.primitives import PRIMITIVES
 
 BOUND = 2.0**-14
@@ -105,7 +105,7 @@ def run(form: str, device: str) -> dict[str, torch.Tensor]:
     for name, text in texts.items():
         a, b = of_two if name in OF_TWO else (x, x)
         out = torch.empty_like(a)
-        jit_module.load_module(write_kernel(text, 8192)).apply[(-(-len(a) // 8192),)](out, a, b, len(a))
+        driver.load_module(write_kernel(text, 8192)).apply[(-(-len(a) // 8192),)](out, a, b, len(a))
         found[name] = out.cpu()
     return found
 
@@ -119,13 +119,13 @@ def write_exact(name: str) -> str:
 
 def write_kernel(text: str, numbers: int) -> str:
     """The module of a kernel ``apply(out, xs, ys, size)``, whose program instances compute so many numbers."""
-    helpers = "\n".join(kernel_text.copy_device_functions(text))
+    helpers = "\n".join(compiler.copy_device_functions(text))
     return _KERNEL.format(helpers=helpers, text=text, numbers=numbers)
 
 
 def write_fast(text: str, form: str) -> str:
     """A primitive's text with fast forms, as kernels of 16-bit programs have it."""
-    fast = [n.removeprefix("quick_") for n in kernel_text.device_function_sources() if n.startswith("quick_")]
+    fast = [n.removeprefix("quick_") for n in compiler.device_function_sources() if n.startswith("quick_")]
     return re.sub(rf"(?<![\w.])(?:tl\.)?({'|'.join(fast)})\(", rf"{form}_\1(", text)
 
 

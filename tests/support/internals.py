@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from monoidreduce.engines.common.bounded_cache import BoundedCache
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 
 Patch = pytest.MonkeyPatch
 Around = Callable[..., Any]
@@ -53,7 +53,7 @@ def _collect(patch: Patch, target: str, of: Callable[..., Any]) -> list:
 
 def forget_launches(patch: Patch) -> None:
     """No launch is prepared: each kernel is planned and launched as for the first time."""
-    patch.setattr("monoidreduce.engines.triton._PREPARED", {})
+    patch.setattr("monoidreduce.engines.triton.kernels.prepared_fold._PREPARED", {})
 
 
 def forget_contractions(patch: Patch) -> None:
@@ -96,12 +96,12 @@ def pretend_device(
     kernels for split float32 and a tanh instruction; so many streaming multiprocessors; and the default plans of a
     family of GPUs. None leaves a property as it is."""
     targets = {
-        "monoidreduce.engines.triton.launch.hardware.has_descriptors": descriptors,
-        "monoidreduce.engines.triton.launch.hardware.has_fast_epilogues": epilogue,
-        "monoidreduce.engines.triton.launch.hardware.runs_warp_specialized": warp_specialised,
-        "monoidreduce.engines.triton.launch.hardware.splits_float32": float32_split,
-        "monoidreduce.engines.triton.launch.hardware.has_tanh": tanh,
-        "monoidreduce.engines.triton.launch.hardware.count_processors": processors,
+        "monoidreduce.engines.triton.launch.driver.has_descriptors": descriptors,
+        "monoidreduce.engines.triton.launch.driver.has_fast_epilogues": epilogue,
+        "monoidreduce.engines.triton.launch.driver.runs_warp_specialized": warp_specialised,
+        "monoidreduce.engines.triton.launch.driver.splits_float32": float32_split,
+        "monoidreduce.engines.triton.launch.driver.has_tanh": tanh,
+        "monoidreduce.engines.triton.launch.driver.count_processors": processors,
     }
     for target, value in targets.items():
         if value is not None:
@@ -117,7 +117,7 @@ def keep_directions_apart(patch: Patch) -> None:
 
 
 def pretend_triton_version(patch: Patch, version: tuple[int, int]) -> None:
-    patch.setattr("monoidreduce.engines.triton.launch.hardware.triton_version", lambda: version)
+    patch.setattr("monoidreduce.engines.triton.launch.driver.triton_version", lambda: version)
 
 
 def pretend_free_memory(patch: Patch, size: float) -> None:
@@ -137,7 +137,7 @@ def pretend_host(patch: Patch, root: Path) -> None:
 
 def compile_in_parallel(patch: Patch, allowed: bool = True) -> None:
     """Kernels of one call are, or are not, compiled together, as on a GPU."""
-    patch.setattr("monoidreduce.engines.triton.launch.jit_module._can_compile_ahead", lambda device: allowed)
+    patch.setattr("monoidreduce.engines.triton.launch.driver._can_compile_ahead", lambda device: allowed)
 
 
 def hide_labels(patch: Patch, hidden: bool = True) -> None:
@@ -222,7 +222,7 @@ def watch_launches(patch: Patch, of: Callable[[Any], Any] = lambda call: call) -
     found: list = []
 
     def around(launch: Callable, call: Any) -> Any:
-        if not jit_module.is_collecting():
+        if not driver.is_collecting():
             found.append(of(call))
         return launch(call)
 
@@ -235,7 +235,7 @@ def collect_launches(patch: Patch) -> list:
     found: list = []
     nothing = lambda *given: None
     replace_launch(patch, lambda launch, call: found.append(call))
-    patch.setattr("monoidreduce.engines.triton.launch.jit_module.load_module", lambda *text: mock.MagicMock())
+    patch.setattr("monoidreduce.engines.triton.launch.driver.load_module", lambda *text: mock.MagicMock())
     patch.setattr("monoidreduce.engines.common.matmul.multiply_into_panel", nothing)
     patch.setattr("monoidreduce.engines.triton.panel.accumulators.contract_into", nothing)
     return found
@@ -275,12 +275,12 @@ def watch_epilogue_kernels(patch: Patch) -> list[str]:
 def replace_fixed_kernel_launch(patch: Patch, around: Around) -> None:
     """``around(launch, kernels, name, grid, arguments, *constants)`` for first launches of kernels that no program
     generates."""
-    _wrap(patch, "monoidreduce.engines.triton.launch.jit_module.Kernels._first", around)
+    _wrap(patch, "monoidreduce.engines.triton.launch.driver.Kernels._first", around)
 
 
 def relaunch_on_any_device(patch: Patch) -> None:
     """Launches are prepared once and made again by address on every device, as on a GPU."""
-    patch.setattr("monoidreduce.engines.triton.launch.hardware.can_relaunch", lambda device: True)
+    patch.setattr("monoidreduce.engines.triton.launch.driver.can_relaunch", lambda device: True)
 
 
 def watch_tile_ranges(patch: Patch, around: Around) -> None:

@@ -157,15 +157,15 @@ def fold_launches(call: Callable[[int], Any], n: int, step: Callable, forget: bo
 
     from monoidreduce.engines import auto, triton
     from monoidreduce.engines.common.bounded_cache import clear_caches
-    from monoidreduce.engines.triton import engine
+    from monoidreduce.engines.triton.kernels import prepared_fold
 
     if forget:
         clear_caches()
         auto._CHOICES.clear()
     triton.prepared_folds().clear()
-    others = {} if forget else dict(engine._OTHER_LENGTHS)
+    others = {} if forget else dict(prepared_fold._OTHER_LENGTHS)
     clear_caches()  # so that folds are prepared again, by the choices that are known
-    engine._OTHER_LENGTHS.update(others)
+    prepared_fold._OTHER_LENGTHS.update(others)
     step(call, n)
     every = triton.prepared_folds().values()
     made = [(one, ready.order) for ready in every for one in ready.launches if one.relaunch is not None]
@@ -192,13 +192,14 @@ def fold_launches(call: Callable[[int], Any], n: int, step: Callable, forget: bo
 
 def held(call: Callable[[int], Any], step: Callable) -> dict[str, int]:
     """How many objects of each kind are alive after 30 lengths, with caches of a few entries."""
-    from monoidreduce.engines import auto, triton
+    from monoidreduce.engines import auto
     from monoidreduce.engines.common import bounded_cache
+    from monoidreduce.engines.triton.kernels import prepared_fold
 
     bounded_cache.clear_caches()
     for cache in bounded_cache._caches.values():
         cache.size = SMALL
-    triton.engine._MOST = auto._MOST = bounded_cache._MAX_ENTRIES = SMALL
+    prepared_fold._MOST = auto._MOST = bounded_cache._MAX_ENTRIES = SMALL
     for n in range(2050, 2110, 2):
         step(call, n)
         step(call, n)

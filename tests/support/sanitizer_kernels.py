@@ -16,7 +16,7 @@ from torch import Tensor
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.launch import hardware
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.engines.triton.panel import accumulators
 from tests.support.single_warpgroup_cases import ALONE
 from tests.support.warp_specialised_mlp_cases import ABREAST, BY_GROUPS
@@ -90,7 +90,7 @@ def thinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
     out = torch.zeros(len(weights), vectors.shape[1], device="cuda").to(vectors)
-    if not hardware.runs_warp_specialized(out.device):
+    if not driver.runs_warp_specialized(out.device):
         return out.addmm_(weights, vectors)
     accumulators.PreparedContraction(out, weights, vectors, True)(out, weights, vectors)
     return out

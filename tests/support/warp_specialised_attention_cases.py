@@ -10,7 +10,7 @@ import monoidreduce as mr
 from benchmarks.accuracy import inputs
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, Rendering
-from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules import attention
 
 
 def shipped(width: int) -> attention.AttentionSchedule:

@@ -513,6 +513,17 @@ def broadcast_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int,
     return tuple(torch.broadcast_shapes(one, other)) if other else one
 
 
+def describe_leaves(leaves: Sequence[Any]) -> tuple:
+    """What kernels depend on in leaves besides their values: dtype, shape, strides, alignment."""
+    found: list[Any] = []
+    for v in leaves:
+        if isinstance(v, Tensor):
+            found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
+        else:
+            found.append(type(v))
+    return tuple(found)
+
+
 def merge_batch_dims(
     batch: tuple[int, ...], tensors: list[Tensor], strides: Sequence[Sequence[int]] = ()
 ) -> tuple[tuple[int, ...], list[Tensor], list[tuple[int, ...]]]:

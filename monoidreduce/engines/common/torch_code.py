@@ -33,7 +33,7 @@ from .evaluate import NUMBER_KINDS, Sizes, cast, einsum, evaluate_numbers, from_
 # A call that is known to be the same sequence of operations every time is written out as one straight-line function:
 # no look-ups, no loops, no checks. Used for a program between its passes (``torch_code.py``), for the key of a call
 # (``runtime/call.py``), for a layer's Python (``runtime/torch_replay.py``), for recorded launches
-# (``engines/triton/launch/replay.py``) and for the modules of Triton kernels (``engines/triton/launch/jit_module.py``).
+# (``engines/triton/launch/replay.py``) and for the modules of Triton kernels (``engines/triton/launch/driver.py``).
 
 
 def run_text(text: str, scope: dict[str, Any], path: str = "<generated>") -> None:

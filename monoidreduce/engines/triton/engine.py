@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -18,19 +17,29 @@ from ...errors import EngineError, FallbackWarning
 from ...plan import settings
 from ...program.expression import Expr
 from ...program.lower import Fold
-from ..common.bounded_cache import BoundedCache
 from ..common.evaluate import Sizes
 from ..common.torch_code import Elementwise
-from . import describe_leaves, prepared_folds
-from .codegen import k_loop
-from .codegen.kernel_spec import TINY, WIDEST, Unsupported
-from .kernels import elementwise, fold_kernel, large_topk, pick, point_search, small_kernels, topk, user_kernels
+from .codegen.kernel_spec import TINY, WIDEST, Unsupported, takes_k_loop
+from .kernels import elementwise, fold_kernel, pick, point_search, small_kernels, topk, user_kernels
 from .kernels.fold_kernel import describe_numbers
 from .kernels.listed_fold import ListedFold, prepare_listed, run_listed
-from .kernels.prepared_fold import FoldSavingResults, PreparedFold, check_device, gather_labels, merge_batches, record
-from .launch import hardware, jit_module
-from .launch.jit_module import compile_ahead, compile_only, skip_launches, watch_resources
-from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches, ReplayNames, ReplayViews
+from .kernels.prepared_fold import (
+    FoldSavingResults,
+    PreparedFold,
+    check_device,
+    gather_labels,
+    list_sources,
+    list_tiles,
+    merge_batches,
+    prepare,
+    prepare_or_refuse,
+    prepared_folds,
+    record,
+    selects_from_panels,
+)
+from .launch import driver
+from .launch.driver import compile_ahead, compile_only, skip_launches, watch_resources
+from .launch.replay import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches, ReplayNames, ReplayViews
 from .panel import epilogue
 from .panel.arena import MemoryPlan
 from .panel.kernel_step import KernelStep, MetaStep
@@ -61,13 +70,11 @@ __all__ = [
     "compile_ahead",
     "compile_only",
     "describe_numbers",
+    "driver",
     "elementwise",
     "epilogue",
     "gather_labels",
-    "hardware",
     "is_k_loop_fold",
-    "k_loop",
-    "large_topk",
     "list_sources",
     "list_tiles",
     "merge_batches",
@@ -79,6 +86,7 @@ __all__ = [
     "prepare_k_loop_fold",
     "prepare_listed",
     "prepare_side",
+    "prepared_folds",
     "record",
     "run",
     "run_k_loop_fold",
@@ -86,6 +94,7 @@ __all__ = [
     "skip_launches",
     "small_kernels",
     "sums_batch",
+    "takes_k_loop",
     "topk",
     "use_plan",
     "user_kernels",
@@ -96,9 +105,6 @@ __all__ = [
 prepare_best_products = topk.prepare_best_products
 
 _warned: set[tuple[Fold, str]] = set()
-_MOST = 4096
-# The last fold prepared for some lengths, by all else that folds are prepared for
-_OTHER_LENGTHS: BoundedCache[tuple, tuple[dict, PreparedFold]] = BoundedCache(1024)
 
 
 def run(
@@ -122,7 +128,7 @@ def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     pairs = zip(fold.leaves, leaves, strict=True)
     vectors = {e: v for e, v in pairs if e.feature is not None and e not in fold.tables}
     narrow = spec_from_tensors.narrow_type(vectors, sizes) is not None
-    return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow)
+    return takes_k_loop(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow)
 
 
 def run_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
@@ -139,25 +145,6 @@ def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> Prepared
     return prepare(fold, leaves, sizes) if alone else None
 
 
-def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
-    folds = large_topk.list_panel_folds(fold) if _selects_from_panels(fold) else [fold]
-    every = [prepare(one, leaves, sizes) for one in folds]
-    found = {over: plan for ready in every if ready for one in ready.launches for over, plan in one.plans.items()}
-    if None in every:
-        return {}
-    return {
-        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.splits, int(p.rendering))
-        for o, p in found.items()
-    }
-
-
-def list_sources(fold: Fold) -> list[Path]:
-    """The files of the kernels that were generated for a fold so far."""
-    made = [one for ready in prepared_folds().values() if ready.fold is fold for one in ready.launches]
-    return list(dict.fromkeys(jit_module.write_text(one.kernel.text) for one in made))
-
-
 def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
     """Warn once that another engine runs a fold; raise EngineError if there is none, or with ``strict``."""
     if instead is None or settings.current.get().strict:
@@ -171,51 +158,9 @@ def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    if _selects_from_panels(fold):
-        return large_topk.run(fold, leaves, sizes, _run)
-    return _prepare(fold, leaves, sizes)(leaves)
-
-
-def _selects_from_panels(fold: Fold) -> bool:
-    return any(r.attrs[0] == "topk" for r in fold.reductions) and large_topk.selects_from_panels(fold)
-
-
-def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
-    """A fold prepared for leaves like these; None where it has no kernel."""
-    try:
-        return _prepare(fold, leaves, sizes)
-    except Unsupported:
-        return None
-
-
-def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
-    if fold.domain is not None:
-        raise Unsupported("lists of columns have kernels of their own")
-    asked = (
-        id(fold),
-        sizes.batch,
-        sizes.compute,
-        sizes.device,
-        settings.float32_precision(),
-        settings.requested_budget() is None,
-        overriding_plans(),
-        spec_from_tensors.like.get(),
-        *describe_numbers([v for v in leaves if not isinstance(v, Tensor)]),
-    )
-    key = (*asked, sizes.rows, sizes.cols, describe_leaves(leaves))
-    store = prepared_folds()
-    found = store.get(key)
-    if found is None:
-        kinds = [spec_from_tensors.describe_leaf(e, v) for e, v in zip(fold.leaves, leaves, strict=True)]
-        kinds += [spec_from_tensors.list_thresholds(over, sizes.batch, sizes) for over in ("cols", "rows")]
-        alike = (id(store), *asked, *sizes.letters.values(), *kinds)
-        other = _OTHER_LENGTHS.find(alike)
-        found = None if other is None else other[1].at_lengths(leaves, sizes)
-        found = store[key] = PreparedFold(fold, leaves, sizes) if found is None else found
-        _OTHER_LENGTHS.keep(alike, (store, found))  # the store is held, so that its id stays its own
-        while len(store) > _MOST:
-            del store[next(iter(store))]
-    return found
+    if selects_from_panels(fold):
+        return topk.run_large(fold, leaves, sizes, _run)
+    return prepare_or_refuse(fold, leaves, sizes)(leaves)
 
 
 def prepare_side(
@@ -233,4 +178,4 @@ def sums_batch(batch: tuple[int, ...], r: Expr, sizes: Sizes) -> bool:
     call, 1 where it is summed."""
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     kept = math.prod(n for n, own in zip(sizes.batch, batch, strict=True) if own != 1)
-    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * hardware.count_processors(sizes.device)
+    return kept * -(-length // 64) >= fold_kernel.LEAST_INSTANCES * driver.count_processors(sizes.device)

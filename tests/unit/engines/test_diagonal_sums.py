@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from monoidreduce.engines.triton.codegen import lookups
-from monoidreduce.engines.triton.schedules.resident import diagonal_sums
+from monoidreduce.engines.triton.schedules import diagonal_sums
 
 LANE = np.arange(32)
 INTEGERS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import monoidreduce
-from monoidreduce.engines.triton.launch.jit_module import Kernels
+from monoidreduce.engines.triton.launch.driver import Kernels
 
 ROOT = Path(monoidreduce.__file__).parent
 FILES = [

@@ -6,7 +6,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Pair, Row
-from monoidreduce.engines.listed import edge_numbers, packed
+from monoidreduce.engines import listed
+from monoidreduce.engines.listed import edge_numbers
 from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import listed_cases, own_monoids
 
@@ -568,10 +569,10 @@ def test_sequences_are_folded_one_by_one():
         two_passes(*args, cols=mr.jagged(offsets))
     assert tiles.computed == 2 * 3  # two passes over three stretches
     numbers = torch.tensor([0, 0, 1, 1, 2])
-    stretches = packed._make_stretches(numbers, torch.tensor([0, 1, 1, 3]), 12)
-    parts = packed.Stretch(slice(0, 2), slice(0, 1)), packed.Stretch(slice(2, 4), slice(1, 3))
-    assert stretches == (packed.Stretch(slice(0, 4), slice(0, 3), parts),)
-    assert packed._make_stretches(numbers.flip(0), numbers, 12) is None
+    stretches = listed._make_stretches(numbers, torch.tensor([0, 1, 1, 3]), 12)
+    parts = listed.Stretch(slice(0, 2), slice(0, 1)), listed.Stretch(slice(2, 4), slice(1, 3))
+    assert stretches == (listed.Stretch(slice(0, 4), slice(0, 3), parts),)
+    assert listed._make_stretches(numbers.flip(0), numbers, 12) is None
 
 
 @mr.op

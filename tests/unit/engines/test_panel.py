@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines import panel
 from monoidreduce.engines.eager.cpp import compiler
-from monoidreduce.engines.panel import panel_program
 from monoidreduce.plan import budget, panel_layout, schedule, settings
 from monoidreduce.program.gradient import compile_loss_and_gradient
 from monoidreduce.runtime import gradient_in_forward
@@ -92,7 +91,7 @@ def test_sums_take_their_gradient_in_the_forward(layer, rows, seed, monkeypatch)
     with mr.budget(4 * schedule.LEAST + rows * 37 * 8 * 2):
         got = pulled(layer.op.total, args, 3.0)
     assert_equal(got, pulled(lambda *a: layer.dense(*a).sum(), args, 3.0))
-    products = any(f for w in panel_program.split_into_loops(layer.op.program(*args)) for f in w.products)
+    products = any(f for w in panel.split_into_loops(layer.op.program(*args)) for f in w.products)
     assert bool(taken) == products  # without a product there is nothing to keep
 
 

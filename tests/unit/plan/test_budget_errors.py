@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines import panel
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.panel.panel_program import as_program, split_into_loops, split_softmax_means
+from monoidreduce.engines.panel import as_program, split_into_loops, split_softmax_means
 from monoidreduce.engines.triton.panel.arena import MemoryPlan
 from monoidreduce.plan import budget, panel_layout
 from monoidreduce.plan.panel_layout import InPlaceLayout, PanelLayout

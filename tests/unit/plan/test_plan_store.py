@@ -12,7 +12,7 @@ import warnings
 import pytest
 
 import monoidreduce as mr
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.plan import disk, schedule, settings
 from tests.support import ROOT, internals
 
@@ -270,7 +270,7 @@ def test_kernels_take_the_same_road(folder, monkeypatch, tmp_path):
     spare = tmp_path / "spare"
     spare.mkdir()
     monkeypatch.setattr(disk, "temporary_folder", lambda: spare)
-    path, warned = told(jit_module.write_text, "x = 1\n")
+    path, warned = told(driver.write_text, "x = 1\n")
     assert path.parent == spare and path.read_text() == "x = 1\n" and warned == [mr.CacheWarning]
 
 
@@ -280,7 +280,7 @@ def test_kernels_take_the_same_road(folder, monkeypatch, tmp_path):
 def test_clear_leaves_an_empty_cache(folder):
     for number in range(3):
         schedule.remember(record(number))
-    jit_module.write_text("x = 2\n")
+    driver.write_text("x = 2\n")
     assert mr.cache.path() == folder and len(mr.cache.plans()) == 3
     assert mr.cache.clear(kernels=False) == 3 and mr.cache.plans() == [] and schedule.recall(record(1).key) is None
     assert mr.cache.clear() == 1 and mr.cache.clear() == 0

@@ -12,7 +12,7 @@ from monoidreduce import Col, Row, tuning
 from monoidreduce.engines import auto
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.launch import driver
 from monoidreduce.plan import candidates, schedule, settings
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.runtime import call_cost, dispatch
@@ -342,7 +342,7 @@ def test_a_kernel_that_spills_is_not_timed(spilled, refused, monkeypatch):
     def perform(how, *call):
         if how == FAST:  # as launching a kernel says it
             report = {"n_regs": 255, "n_spills": spilled // 4, "metadata": SimpleNamespace(shared=4096)}
-            jit_module.report_resources(SimpleNamespace(**report))
+            driver.report_resources(SimpleNamespace(**report))
         return right(how, *call)
 
     internals.replace_planned_run(monkeypatch, perform)

@@ -2,7 +2,8 @@
 
 So this file needs no Triton, a kernel's text is complete in itself, and its hash covers these functions too. No
 libdevice functions: the text must also run in Triton's interpreter. A function may call those that stand above it.
-``special_functions.py`` has the approximate forms for 16-bit programs, and inverse, gamma and error functions in both.
+``special_functions.py`` has the approximate forms for 16-bit programs, inverse, gamma and error functions in both, and
+random numbers.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Listing:
 @dataclass(frozen=True)
 class Joint:
     """A sum over the kept axis, a vector per folded index, that a kernel adds up in memory beside its own sums
-    (``schedules/resident/joint_gradients.py``)."""
+    (``schedules/joint_gradients.py``)."""
 
     weight: Expr  # also that of one of the kernel's own sums
     vector: Expr
@@ -102,7 +102,7 @@ class Spec:
 
     # The folded axis
     split: bool = False  # it is split (split-K): one program instance per split
-    k_loop: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
+    k_loop: bool = False  # products may have more features than a block: a K loop
     few_rows: bool = False  # few kept indices: one loop over what they see (``few_rows.py``)
     grouped: bool = False  # few rows, and a batch dimension (query heads) is part of the kept axis
     launches_dependents: bool = False  # the kernel that combines the splits is launched before this one ends
@@ -186,7 +186,7 @@ class Spec:
         return slice_width(width) if sliced else ((0, pad_width(width)),)
 
     def descriptor_slices(self, e: Expr) -> Slices:
-        """The features that each tensor descriptor of a leaf copies; K loops walk over them (``k_loop.py``)."""
+        """The features that each tensor descriptor of a leaf copies; K loops walk over them."""
         return self.slices(e.feature) if e.feature is not None else ((0, 0),)
 
     @cached_property
@@ -580,3 +580,47 @@ def read_across_layers(e: Expr, is_bound: Callable[[Expr], bool]) -> list[Expr]:
     order = topological([e], stop=is_bound)
     read = {a for n in order if not is_bound(n) for a in n.args if a.depth // LAYER < n.depth // LAYER}
     return [n for n in order if n in read and n.op in PRIMITIVES and not is_bound(n)]
+
+
+# K loops: GEMMs of more features than a block holds, with the fold as their epilogue
+
+K_LOOP_DEPTH = 64  # features at a time
+_FEW = 8  # top-k lists beyond this are slower in registers than by panels
+_FITS = 35 * 2**20  # bytes of kept vectors that stay in the L2 cache of an H200 whatever is loaded besides
+_NEAR = 10 * 2**20  # bytes of kept vectors of tiles that run at the same time, where all are more
+
+
+@lru_cache(maxsize=1024)
+def takes_k_loop(fold: Fold, width: int, narrow: bool) -> bool:
+    """True for folds of these kernels: 16-bit products of many features, folded to numbers."""
+    products = [e for e in topological(fold.reductions) if e.op == "dot"]
+    plain = all(a.feature is None for r in fold.reductions for a in r.args)
+    short = all(kind_of(r).selected(r.attrs[2]) <= _FEW for r in fold.reductions)
+    several = any(e.op == "einsum" for e in topological(fold.reductions))
+    return narrow and width > WIDEST and plain and short and bool(products) and not several
+
+
+def rounds_products(spec: Spec) -> bool:
+    """True when products are rounded as a panel would hold them.
+
+    So a gradient reads them, unless its own products are as exact (``runtime/dispatch.py``). Kinds that select
+    pairs see products as exact as they are.
+    """
+    sums = not all(kind_of(r).selected(r.attrs[2]) for r in spec.fold.reductions)
+    return not spec.unrounded and spec.narrow == "bfloat16" and sums
+
+
+def list_k_loop_operands(spec: Spec) -> list[Expr]:
+    """The leaves that are operands of a K loop."""
+    products = [
+        e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
+    ]
+    return list(dict.fromkeys(a for e in products for a in e.args)) if spec.k_loop else []
+
+
+def count_concurrent_tiles(spec: Spec, kept: int, length: int) -> int:
+    """How many kept tiles run at the same time: all, or as many as leave the cache space for what they are multiplied
+    with. (H200, 65536 × 65536 of 768 features: 9.8 ms, all at once 12.3; 8192 × 256000 of 2304: 14.7 and 15.2; but
+    32768 × 32768 of 512, which all fit: 1.6 and 1.5, since parts have to be combined.)"""
+    each = sum(spec.width(e.feature) * 2 for e in list_k_loop_operands(spec) if not spec.folds(e))
+    return max(1, _NEAR // (kept * each) if length * each > _FITS else -(-length // kept))

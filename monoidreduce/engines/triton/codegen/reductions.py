@@ -13,8 +13,7 @@ from ....program.primitives import PRIMITIVES
 from ....program.several import MIX, OUTER, is_product
 from ....reductions import kind_of, outputs_of
 from ....reductions.base import Lines, Tools
-from .expressions import ExpressionWriter
-from .k_loop import load_one_vector
+from .expressions import ExpressionWriter, load_one_vector
 from .kernel_spec import TINY, WIDEST, Slices, Spec, Unsupported, literal, pad_width, widen
 
 # Running sums in a kernel: of numbers, of few features one by one, of vectors by matrix products.

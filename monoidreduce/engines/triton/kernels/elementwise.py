@@ -19,11 +19,11 @@ from ...common import evaluate
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import Elementwise
-from ..codegen import kernel_text
+from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, pad_width
-from ..launch import jit_module
-from ..launch.launch_recipes import Recipe
+from ..launch import driver
+from ..launch.replay import Recipe
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.spec_from_tensors import describe_as_given
 from . import fold_kernel
@@ -94,30 +94,30 @@ class _Lines(ExpressionWriter):
         mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
         text = f"({text}).to(out{k}.dtype.element_ty)" if k in self.cast else text
         if k in self.spec.strided:
-            self.before.append(kernel_text.write_output_base(self.spec, k))
+            self.before.append(compiler.write_output_base(self.spec, k))
             return f"tl.store(out{k}_base + kept_lane[:, None] * out{k}_s + {lane}[None, :], {text}, mask={mask})"
         return f"tl.store(out{k} + {place} * {self.spec.width(e.feature)} + {lane}[None, :], {text}, mask={mask})"
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int, ...] = ()) -> kernel_text.Kernel:
+def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool, cast: tuple[int, ...] = ()) -> compiler.Kernel:
     lines = _Lines(spec)
     lines.cast = cast
     stores = [(lines.write_sum if total else lines.write_store)(k, e) for k, e in enumerate(outputs)]
-    names, unspecialized = kernel_text.list_arguments(spec, list(spec.fold.leaves), 0)
+    names, unspecialized = compiler.list_arguments(spec, list(spec.fold.leaves), 0)
     names = [*(f"out{k}" for k in range(len(outputs))), *names]
-    opening = [line for line in kernel_text.write_prologue(spec) if not line.startswith("folded_lane")]
+    opening = [line for line in compiler.write_prologue(spec) if not line.startswith("folded_lane")]
     body = [*opening, *lines.before, "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT", *stores]
     text = "\n".join(f"    {line}" for line in body)
-    helpers = "\n".join(kernel_text.copy_device_functions(text))
-    constants = [f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS]
+    helpers = "\n".join(compiler.copy_device_functions(text))
+    constants = [f"{c}: tl.constexpr" for c in compiler.CONSTANTS]
     signature = ", ".join([*names, *constants])
     name = "total" if total else "side"
     whole = _TEXT.format(name=name, helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)
-    return kernel_text.Kernel(name, whole, spec.fold.leaves)
+    return compiler.Kernel(name, whole, spec.fold.leaves)
 
 
-_compiled: BoundedCache[tuple, jit_module.Relaunch] = BoundedCache(1024)  # for sides of all lengths
+_compiled: BoundedCache[tuple, driver.Relaunch] = BoundedCache(1024)  # for sides of all lengths
 
 
 class ElementwiseLaunch:
@@ -199,8 +199,8 @@ class ElementwiseLaunch:
             relaunch(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
             given = (*outputs, *arguments)
-            key = (self.kernel.text, self.plan, self.call_options["device"], *jit_module.specialize(given))
-            relaunch = jit_module.launch_on_grid(_compiled.get(key), self.grid, given)
+            key = (self.kernel.text, self.plan, self.call_options["device"], *driver.specialize(given))
+            relaunch = driver.launch_on_grid(_compiled.get(key), self.grid, given)
             if relaunch is None:
                 call = fold_kernel.KernelCall(self.kernel, self.plan, self.grid, given, **self.call_options)
                 relaunch = fold_kernel.execute(call)

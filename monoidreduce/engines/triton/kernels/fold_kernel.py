@@ -26,17 +26,25 @@ from ....reductions.best import worst
 from ...common import bounded_cache
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
-from ..codegen import compiler, few_rows, k_loop, kernel_spec, kernel_text, tile_ranges
-from ..codegen.kernel_spec import NARROW, SMALL, WIDEST, Spec, Unsupported, specialize
+from ..codegen import compiler, few_rows, kernel_spec, tile_ranges
+from ..codegen.kernel_spec import (
+    K_LOOP_DEPTH,
+    NARROW,
+    SMALL,
+    WIDEST,
+    Spec,
+    Unsupported,
+    count_concurrent_tiles,
+    list_k_loop_operands,
+    specialize,
+)
 from ..codegen.lookups import are_prepared
 from ..codegen.reductions import is_stored
-from ..launch import descriptors, hardware, jit_module
-from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
-from ..schedules import kernel_plan, spec_from_tensors
+from ..launch import descriptors, driver
+from ..launch.replay import DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..schedules import attention, kernel_plan, logit_forms, pingpong, spec_from_tensors, sum_of_products
 from ..schedules.kernel_plan import KernelPlan, Rendering, choose_few_plan, choose_plan, count_splits, shrink
-from ..schedules.pingpong import gemm_fold
-from ..schedules.pingpong.gemm_fold import EXTRA, TILE
-from ..schedules.resident import attention, logit_forms, sum_of_products
+from ..schedules.pingpong import EXTRA, TILE
 from . import small_kernels, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
@@ -84,7 +92,7 @@ def describe_numbers(numbers: Sequence[Any]) -> tuple:
 class KernelCall:
     """A kernel and all that it is called with."""
 
-    kernel: kernel_text.Kernel
+    kernel: compiler.Kernel
     plan: KernelPlan
     grid: int
     arguments: tuple[Any, ...]
@@ -97,10 +105,10 @@ class KernelCall:
         """The values of ``kernel_text.CONSTANTS``, which are fixed when the kernel is compiled."""
         kind = module.tl.int64 if self.wide else module.tl.int32
         given = (self.plan.block_kept, self.plan.block_folded, kind, self.precision, self.ragged)
-        return dict(zip(kernel_text.CONSTANTS, given, strict=True))
+        return dict(zip(compiler.CONSTANTS, given, strict=True))
 
 
-def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, int]:
+def compiler_options(kernel: compiler.Kernel, plan: KernelPlan) -> dict[str, int]:
     """Compiler options of a kernel besides warps and stages: a limit on registers per thread.
 
     A softmax over narrow vectors in small tiles runs four program instances per multiprocessor as long as a thread has
@@ -119,15 +127,15 @@ def execute(call: KernelCall) -> Callable[..., None] | None:
     """Compile a kernel and launch it on the current stream of its device.
 
     Returns what launches it again with other tensors; None where it cannot be launched by address."""
-    module = jit_module.load_module(call.kernel.text, call.kernel.functions)
+    module = driver.load_module(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     options |= compiler_options(call.kernel, call.plan)
-    with jit_module.use_device(call.device):
+    with driver.use_device(call.device):
         kernel, grid = getattr(module, call.kernel.name), (call.grid,)
-        compiled = jit_module.launch(kernel, grid, call.arguments, constants | options)
-        jit_module.report_resources(compiled)
-        return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
+        compiled = driver.launch(kernel, grid, call.arguments, constants | options)
+        driver.report_resources(compiled)
+        return driver.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
 
 
 class ArgumentTemplate:
@@ -224,7 +232,7 @@ class FoldLaunch:
             return None
         pairs = zip(self.template.values[: self.specialized], other.template.values[: other.specialized], strict=True)
         for a, b in [(a, b) for a, b in pairs if a != b]:
-            if jit_module.specialize_integer(a) != jit_module.specialize_integer(b):
+            if driver.specialize_integer(a) != driver.specialize_integer(b):
                 return None
         return getattr(self.relaunch, "on_grid", lambda grid: None)((other.grid,))
 
@@ -274,7 +282,7 @@ class FoldLaunch:
             self._split_folded_axis()
             masked = self.spec.bounds and math.prod((*self.batch, *self.lengths)) > _LITTLE
             least = self.least_masked if masked else LEAST_INSTANCES
-            least *= hardware.count_processors(self.sizes.device)
+            least *= driver.count_processors(self.sizes.device)
             if dim is not None and self.splits == 1 and self.grid >= least:
                 break
 
@@ -297,10 +305,10 @@ class FoldLaunch:
         """Choose the tile and its schedule, unless ``plan`` is given."""
         spec, sizes, device = self.spec, self.sizes, self.sizes.device
         plain = self._compile_plain()
-        family = hardware.find_family(device)
+        family = driver.find_family(device)
         if self.few_rows is not None and plan is None:
             widens = any(e.is_stored and spec.folds(e) for e in spec.fold.leaves)
-            given = self.lengths, self.count, hardware.count_processors(device), widens
+            given = self.lengths, self.count, driver.count_processors(device), widens
             plan = choose_few_plan(plain, self.over, family, *given)
         item = 2 if spec.pieces else getattr(torch, spec.narrow or spec.compute).itemsize
         item = 1 if spec.multiplies_only_eight_bits and not plain.widths.state else item
@@ -315,7 +323,7 @@ class FoldLaunch:
             tile = self._choose_hand_scheduled(spec, self.count)
         self.plan = plan or choose_plan(plain, self.over, item, family, copies, self.lengths[0], tile)
 
-    def _compile_plain(self) -> kernel_text.Kernel:
+    def _compile_plain(self) -> compiler.Kernel:
         """The kernel without splits and descriptors: what it holds is what tiles are chosen by."""
         return compiler.compile_fold(specialize(self.spec, split=False, descriptors=()))
 
@@ -323,9 +331,9 @@ class FoldLaunch:
         """Per leaf, the batch dimensions of the descriptor that may copy its blocks; None where it has none."""
         if self.copied is None:
             self.copied = ()
-            if hardware.has_descriptors(self.sizes.device):
+            if driver.has_descriptors(self.sizes.device):
                 vectors = self._compile_plain().folded
-                vectors += tuple(k_loop.list_operands(self.spec)) if self.spec.k_loop else ()
+                vectors += tuple(list_k_loop_operands(self.spec)) if self.spec.k_loop else ()
                 self.copied = descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
         return self.copied
 
@@ -337,8 +345,8 @@ class FoldLaunch:
         """Into how many splits the folded axis is cut, and so how many program instances run."""
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         spec, kept = self.spec, self.blocks[0]
-        self.beside = k_loop.count_concurrent_tiles(spec, kept, self.lengths[0]) if spec.k_loop else 0
-        processors = hardware.count_processors(self.sizes.device)
+        self.beside = count_concurrent_tiles(spec, kept, self.lengths[0]) if spec.k_loop else 0
+        processors = driver.count_processors(self.sizes.device)
         self.splits = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.splits
 
@@ -352,7 +360,7 @@ class FoldLaunch:
         strided = tuple(k for k, layout in layouts if layout is not None and layout.strides is not None)
         fields = dict(split=self.splits > 1, descriptors=copied, shift_descriptors=shifts, strided=strided)
         if self.few_rows is not None and self.splits > 1:
-            fields["launches_dependents"] = hardware.chains_launches(self.sizes.device)
+            fields["launches_dependents"] = driver.chains_launches(self.sizes.device)
         self.spec = specialize(self.spec, **fields)
         written = self._write_hand_scheduled() if by_hand else None
         if written is None and self.plan.block_kept & (self.plan.block_kept - 1):
@@ -364,9 +372,9 @@ class FoldLaunch:
         """True when the plan names a hand-scheduled kernel whose tile there is."""
         if self.plan.rendering != Rendering.HAND_SCHEDULED or not self._has_prepared_tables():
             return False
-        if not hardware.runs_warp_specialized(self.sizes.device):
+        if not driver.runs_warp_specialized(self.sizes.device):
             return False
-        kernels = (gemm_fold,) if self.spec.k_loop else (attention, sum_of_products)
+        kernels = (pingpong,) if self.spec.k_loop else (attention, sum_of_products)
         return any(one.has_tile(self.plan) for one in kernels)
 
     def _lay_out_results(self) -> None:
@@ -389,16 +397,16 @@ class FoldLaunch:
         """The tile of a hand-scheduled kernel, where there is one for this fold and it gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.k_loop:
-            return gemm_fold.choose_tile(spec, device, length) if count == 1 else None
+            return pingpong.choose_tile(spec, device, length) if count == 1 else None
         even = self.sizes.cols % 2 == 0
         return attention.choose_tile(spec, device, length, count) or sum_of_products.choose_tile(
             spec, device, count * length, even
         )
 
-    def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
+    def _write_hand_scheduled(self) -> compiler.Kernel | None:
         """The hand-scheduled kernel of the plan; None where there is none."""
         if self.spec.k_loop:
-            return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
+            return pingpong.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
         made = attention.write_kernel_for_plan(self.spec, self.plan, even, aligned)
@@ -469,7 +477,7 @@ class FoldLaunch:
             self.shift_descriptor = descriptors.make_shift_descriptor(*form)
         copied = [(e, block) for e in spec.descriptor_dims if e in self.kernel.leaves for block in self._list_blocks(e)]
         if self.kernel.hand_scheduled and spec.k_loop and self.blocks[1] > TILE:
-            copied.append((next(e for e in k_loop.list_operands(spec) if spec.folds(e)), (EXTRA, k_loop.DEPTH)))
+            copied.append((next(e for e in list_k_loop_operands(spec) if spec.folds(e)), (EXTRA, K_LOOP_DEPTH)))
         make = functools.partial(descriptors.make_descriptor, with_layout=self.kernel.hand_scheduled)
         self.descriptors = [(place(e), make(values[e], spec.descriptor_dims[e], block)) for e, block in copied]
         self.call_options: dict[str, Any] = dict(
@@ -486,7 +494,7 @@ class FoldLaunch:
         length = min(length, TILE) if self.kernel.hand_scheduled and self.spec.k_loop else length
         if e is self.kernel.transposed:
             return [(size, length) for _, size in self.spec.descriptor_slices(e)]
-        return [(length, k_loop.DEPTH if width > WIDEST else size) for _, size in self.spec.descriptor_slices(e)]
+        return [(length, K_LOOP_DEPTH if width > WIDEST else size) for _, size in self.spec.descriptor_slices(e)]
 
     def __call__(self, leaves: Sequence[Any], merged: Merged, then: Then = None) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged;

@@ -1,4 +1,4 @@
-"""Attention's gradients by queries, keys and values in one launch (``schedules/resident/joint_gradients.py``).
+"""Attention's gradients by queries, keys and values in one launch (``schedules/joint_gradients.py``).
 
 Before it a small kernel sets the counters that put its additions in order; after it another one rounds the sums of rows
 to their type, in the memory order of the queries. Counters and sums are one buffer, which lives as long as the call.
@@ -22,15 +22,15 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
 from ...common.evaluate import Allocator, Form
-from ..codegen import kernel_text
+from ..codegen import compiler
 from ..codegen.kernel_spec import Joint, Spec, Unsupported
 from ..codegen.reductions import find_plain_sum, list_factors
-from ..launch import descriptors, hardware
-from ..launch.jit_module import Kernels
-from ..launch.launch_recipes import DescriptorOf, Leaf, Recipe
+from ..launch import descriptors, driver
+from ..launch.driver import Kernels
+from ..launch.replay import DescriptorOf, Leaf, Recipe
+from ..schedules import joint_gradients
+from ..schedules.joint_gradients import KEPT, PART, JointSchedule
 from ..schedules.kernel_plan import KernelPlan, overriding_plans
-from ..schedules.resident import joint_gradients
-from ..schedules.resident.joint_gradients import KEPT, PART, JointSchedule
 from .fold_kernel import LEAST_INSTANCES, FoldLaunch, Layouts, Leaves, Merged, Then
 from .small_kernels import CombiningLaunch
 
@@ -137,7 +137,7 @@ class JointLaunch(FoldLaunch):
         enough = _keeps_busy(self, count, self.schedule)
         return (KEPT, self.schedule.rows, 4, 2) if enough and joint_gradients.write_kernel(spec) is not None else None
 
-    def _write_hand_scheduled(self) -> kernel_text.Kernel | None:
+    def _write_hand_scheduled(self) -> compiler.Kernel | None:
         return joint_gradients.write_kernel(self.spec)
 
     def _write_kernel(self, leaves: Leaves) -> None:
@@ -260,7 +260,7 @@ def _match_sums(own: Fold, other: Fold) -> tuple[Expr, Expr, Expr, Expr] | None:
 
 def _keeps_busy(launch: FoldLaunch, count: int, schedule: JointSchedule) -> bool:
     """True when tiles of so many batch elements keep multiprocessors busy, and wait little for each other."""
-    tiles, processors = -(-launch.lengths[0] // KEPT), hardware.count_processors(launch.sizes.device)
+    tiles, processors = -(-launch.lengths[0] // KEPT), driver.count_processors(launch.sizes.device)
     steps = -(-launch.lengths[1] // schedule.rows) * (math.prod(launch.batch) // max(count, 1))
     return count * tiles >= processors and count**2 * tiles * steps >= _STEPS_PER_WAIT * processors**2
 
@@ -284,7 +284,7 @@ def _find_schedule(own: FoldLaunch, other: FoldLaunch) -> JointSchedule | None:
     )
     joins = (
         schedule is not None
-        and hardware.runs_warp_specialized(own.sizes.device)
+        and driver.runs_warp_specialized(own.sizes.device)
         and settings.requested_budget() is None
         and not overriding_plans()
         and len(other.fold.reductions) == len(other.outputs) == 1

@@ -29,7 +29,7 @@ from ...common.evaluate import Sizes
 from ...common.label_gather import MatchedPairs, gather_leaf, one_number_per_match
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, pad_width, power_of_two
-from ..launch.jit_module import Kernels
+from ..launch.driver import Kernels
 
 _TEXT = """@triton.jit
 def vectors_at(near, far, n_s, n_f, f_s, f_f, row, t, lane, inside, WHICH: tl.constexpr):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...common.point_tree import PointTree, choose_depth
 from ..codegen.kernel_spec import pad_width
-from ..launch.jit_module import Kernels
+from ..launch.driver import Kernels
 
 MOST = 512  # neighbours: their list is kept in registers
 _POINTS, _BOXES = 128, 512  # points of a block; boxes looked at together

@@ -1,8 +1,9 @@
 """A fold, prepared: its gathers and launches on tensors of given types, shapes, strides and alignment.
 
 A fold becomes one kernel per direction, or several where its accumulators do not fit in registers together; labels that
-no kernel needs are gathered by torch. :class:`PreparedFold` is made once and called many times. :func:`record` runs the
-steps of a whole program once, and says which launches repeat them (``launch/launch_recipes.py``).
+no kernel needs are gathered by torch. :class:`PreparedFold` is made once and called many times: :func:`prepare` finds
+it, or makes it of one for other lengths. :func:`record` runs the steps of a whole program once, and says which launches
+repeat them (``launch/replay.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +25,18 @@ from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
 from ...common import bounded_cache, evaluate
-from ...common.evaluate import Allocator, Sizes, result_form
+from ...common.bounded_cache import BoundedCache
+from ...common.evaluate import Allocator, Sizes, describe_leaves, result_form
 from ...common.label_gather import run_pick
 from ...common.torch_code import BatchArithmetic, Elementwise, Step, batch_index
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, pad_width
-from ..launch import hardware
-from ..launch.jit_module import compile_ahead, is_collecting, is_loaded
-from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
+from ..launch import driver
+from ..launch.driver import compile_ahead, is_collecting, is_loaded, write_text
+from ..launch.replay import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches, TorchCall
 from ..schedules import spec_from_tensors
-from ..schedules.kernel_plan import find_overriding_plan, use_plan
-from . import elementwise, fold_kernel, pick
-from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout
+from ..schedules.kernel_plan import find_overriding_plan, overriding_plans, use_plan
+from . import elementwise, fold_kernel, pick, topk
+from .fold_kernel import FoldLaunch, Layouts, Leaves, ResultLayout, describe_numbers
 from .histogram import Bands, DiagonalLaunch, HistogramLaunch, SummedPlaces, rewrite_bands, rewrite_sums
 from .joint_launch import JointLaunch
 from .small_kernels import CombiningLaunch
@@ -320,7 +323,7 @@ def _share_one_launch(
     over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes, layouts: Layouts
 ) -> FoldLaunch | None:
     """One launch in place of several, where two consumer warp groups can divide the accumulators."""
-    if not hardware.runs_warp_specialized(sizes.device):
+    if not driver.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
@@ -405,7 +408,83 @@ def _take_chunk(values: dict[Expr, Any], where: tuple[int, ...]) -> dict[Expr, A
     return {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
 
 
-# The launches of a program's steps.
+# The cache of prepared folds
+
+_MOST = 4096
+_PREPARED: dict[tuple, PreparedFold] = {}
+# The last fold prepared for some lengths, by all else that folds are prepared for
+_OTHER_LENGTHS: BoundedCache[tuple, tuple[dict, PreparedFold]] = BoundedCache(1024)
+
+
+def prepared_folds() -> dict[tuple, PreparedFold]:
+    """The cache; another object after it was cleared by replacing it."""
+    return _PREPARED
+
+
+def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
+    """A fold prepared for leaves like these; None where it has no kernel."""
+    try:
+        return prepare_or_refuse(fold, leaves, sizes)
+    except Unsupported:
+        return None
+
+
+def prepare_or_refuse(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
+    """The same; raises Unsupported, which says why, where it has no kernel."""
+    if fold.domain is not None:
+        raise Unsupported("lists of columns have kernels of their own")
+    asked = (
+        id(fold),
+        sizes.batch,
+        sizes.compute,
+        sizes.device,
+        settings.float32_precision(),
+        settings.requested_budget() is None,
+        overriding_plans(),
+        spec_from_tensors.like.get(),
+        *describe_numbers([v for v in leaves if not isinstance(v, Tensor)]),
+    )
+    key = (*asked, sizes.rows, sizes.cols, describe_leaves(leaves))
+    store = _PREPARED
+    found = store.get(key)
+    if found is None:
+        kinds = [spec_from_tensors.describe_leaf(e, v) for e, v in zip(fold.leaves, leaves, strict=True)]
+        kinds += [spec_from_tensors.list_thresholds(over, sizes.batch, sizes) for over in ("cols", "rows")]
+        alike = (id(store), *asked, *sizes.letters.values(), *kinds)
+        other = _OTHER_LENGTHS.find(alike)
+        found = None if other is None else other[1].at_lengths(leaves, sizes)
+        found = store[key] = PreparedFold(fold, leaves, sizes) if found is None else found
+        _OTHER_LENGTHS.keep(alike, (store, found))  # the store is held, so that its id stays its own
+        while len(store) > _MOST:
+            del store[next(iter(store))]
+    return found
+
+
+def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
+    folds = topk.list_panel_folds(fold) if selects_from_panels(fold) else [fold]
+    every = [prepare(one, leaves, sizes) for one in folds]
+    found = {over: plan for ready in every if ready for one in ready.launches for over, plan in one.plans.items()}
+    if None in every:
+        return {}
+    return {
+        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.splits, int(p.rendering))
+        for o, p in found.items()
+    }
+
+
+def selects_from_panels(fold: Fold) -> bool:
+    """True where a fold has a top-k whose list does not fit in registers: ``topk.py`` runs its parts."""
+    return any(r.attrs[0] == "topk" for r in fold.reductions) and topk.selects_from_panels(fold)
+
+
+def list_sources(fold: Fold) -> list[Path]:
+    """The files of the kernels that were generated for a fold so far."""
+    made = [one for ready in _PREPARED.values() if ready.fold is fold for one in ready.launches]
+    return list(dict.fromkeys(write_text(one.kernel.text) for one in made))
+
+
+# The launches of a program's steps
 
 
 class ExtraLaunch(NamedTuple):
@@ -473,7 +552,7 @@ def record(
     ``types``: of vectors that arithmetic of one side returns in another type than its own."""
     if numbers is not None:
         values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))
-    if not hardware.can_relaunch(sizes.device) or any(
+    if not driver.can_relaunch(sizes.device) or any(
         isinstance(v, int) and abs(v) >= fold_kernel.SMALL for v in values.values()
     ):
         return None  # (other integers of the same kind may be larger than kernels take)

@@ -22,9 +22,9 @@ from ....reductions import KINDS
 from ....reductions.base import CombineLaunch
 from ...common.evaluate import Allocator, Form
 from ..codegen.kernel_spec import LOG2E, power_of_two
-from ..launch import hardware
-from ..launch.jit_module import Kernels, Relaunch
-from ..launch.launch_recipes import Leaf, Recipe
+from ..launch import driver
+from ..launch.driver import Kernels, Relaunch
+from ..launch.replay import Leaf, Recipe
 
 _PARTS = 1024
 _SMALL = 2**20  # bytes of parts that are held until a call is done
@@ -62,7 +62,7 @@ def _launch(task: CombineLaunch, given: tuple) -> Relaunch | None:
     constants = dict(task.constants)
     if "SOME" not in constants:
         return _kernels(task.name, task.grid, given, constants)
-    chained = hardware.chains_launches(given[0].device)
+    chained = driver.chains_launches(given[0].device)
     options = {"num_warps": 8 if constants["ROWS"] * constants["SOME"] * constants["LANES"] > _WIDE else 4}
     options |= {"launch_pdl": True} if chained else {}
     return _kernels(task.name, task.grid, given, {**constants, "WAIT": chained}, options)
@@ -218,7 +218,7 @@ _shift_kernels = Kernels("Shifts of exponents.", _SHIFT)
 def fits_kernel(number: Tensor, total: Tensor, size: int) -> bool:
     """True when one kernel makes the shifts of so many numbers."""
     plain = all(v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in (number, total))
-    return plain and hardware.can_relaunch(number.device)
+    return plain and driver.can_relaunch(number.device)
 
 
 def compute_shift(number: Tensor, total: Tensor, shape: tuple[int, ...]) -> Tensor:

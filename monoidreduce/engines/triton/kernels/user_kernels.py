@@ -20,8 +20,8 @@ from torch import Tensor
 from ....errors import ArgumentError, DTypeError, EngineError, NoGradientError, ShapeError
 from ....plan.settings import kernels_run_on
 from ...common import matmul
+from ..codegen.compiler import CONSTANTS, Kernel
 from ..codegen.kernel_spec import WIDEST, pad_width
-from ..codegen.kernel_text import CONSTANTS, Kernel
 from ..schedules.kernel_plan import KernelPlan
 from . import fold_kernel
 

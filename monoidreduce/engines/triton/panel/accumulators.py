@@ -4,7 +4,7 @@ scalars by the combine of their reduction.
 Panels' weights are contracted with vectors by ping-pong kernels where these are faster than the vendor's GEMM. The
 vendor's GEMM is as fast in its K loop, and then waits for what it adds to and until results are written: where few
 indices are folded, that is a tenth of the time. Here one consumer writes while the other multiplies
-(``schedules/pingpong/contraction_kernel.py``). What is added to is added in float32 and rounded once; the vendor's GEMM
+(``schedules/pingpong.py``). What is added to is added in float32 and rounded once; the vendor's GEMM
 rounds before it adds, and again.
 """
 
@@ -27,22 +27,20 @@ from ...common import combine, matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Sizes
 from ...common.skip_small_tiles import TILE
-from ...panel import Panel
-from ...panel.panel_program import list_feeds
+from ...panel import Panel, list_feeds
 from ..codegen.kernel_spec import pad_width
 from ..kernels import fold_kernel
-from ..launch import descriptors, hardware, jit_module
-from ..launch.jit_module import Kernels, LaunchCache, Relaunch
+from ..launch import descriptors, driver
+from ..launch.driver import Kernels, LaunchCache, Relaunch
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
-from ..schedules.pingpong import contraction_kernel
-from ..schedules.pingpong.contraction_kernel import SCHEDULE
+from ..schedules.pingpong import CONTRACTION, write_contraction
 from .arena import Arena, BorrowedTotals, MemoryPlan, count_lendable, pad_rows
 from .epilogue import EpilogueGemm
 from .row_factor import RowCorrections
 from .row_kernel import FIRST, VectorSum, fuse_stages
 
-PLAN = KernelPlan(GROUP_ROWS, SCHEDULE.depth, 4, 1)
+PLAN = KernelPlan(GROUP_ROWS, CONTRACTION.depth, 4, 1)
 # On an H200, time ÷ the vendor's in turns with it (and each by itself), 256000 × 2304 sums that are added to: over 512
 # indices 0.76 (0.80), 1024 0.84 (0.87), 2048 0.92 (0.95), 4096 0.95 (1.01); 128256 × 4096 over 2048 0.91 (0.91), over
 # 4096 0.94 (1.11). A loss of 4096 features in 1100 MB took 0.98 of its products where it took 1.02 with the vendor's
@@ -77,10 +75,13 @@ def contract_by_pingpong(out: Tensor, weights: Tensor, vectors: Tensor, add: boo
 
 def is_faster(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
     """True when the ping-pong kernel is faster than the vendor's product for sums so many, so wide and so long."""
-    tiles, turns = -(-kept // SCHEDULE.tile), -(-features // SCHEDULE.width)
-    many = tiles * turns >= ROUNDS * hardware.count_processors(device)
+    tiles, turns = -(-kept // CONTRACTION.tile), -(-features // CONTRACTION.width)
+    many = tiles * turns >= ROUNDS * driver.count_processors(device)
     return (
-        SHORTEST <= folded <= LONGEST and many and features >= NARROWEST and turns * SCHEDULE.width <= PADDED * features
+        SHORTEST <= folded <= LONGEST
+        and many
+        and features >= NARROWEST
+        and turns * CONTRACTION.width <= PADDED * features
     )
 
 
@@ -91,7 +92,7 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
     return (
         len(kinds) == 1
         and kinds <= set(matmul.SIXTEEN)
-        and hardware.runs_warp_specialized(out.device)
+        and driver.runs_warp_specialized(out.device)
         and all(map(descriptors.can_copy_vectors, (out, panel, vectors)))
     )
 
@@ -101,13 +102,13 @@ class PreparedContraction:
 
     def __init__(self, out: Tensor, weights: Tensor, vectors: Tensor, add: bool):
         self.over = "cols" if weights.stride(1) == 1 else "rows"
-        run, depth = GROUP_ROWS, SCHEDULE.depth
-        self.kernel = contraction_kernel.write_kernel(str(out.dtype)[6:], self.over, add)
-        tiles, turns = -(-out.shape[0] // SCHEDULE.tile), -(-out.shape[1] // SCHEDULE.width)
+        run, depth = GROUP_ROWS, CONTRACTION.depth
+        self.kernel = write_contraction(str(out.dtype)[6:], self.over, add)
+        tiles, turns = -(-out.shape[0] // CONTRACTION.tile), -(-out.shape[1] // CONTRACTION.width)
         self.numbers = (-(-weights.shape[1] // depth), tiles, turns)
-        self.grid = min(hardware.count_processors(out.device), tiles * turns)
+        self.grid = min(driver.count_processors(out.device), tiles * turns)
         panel, block = (weights, (run, depth)) if self.over == "cols" else (weights.mT, (depth, run))
-        forms = ((panel, block), (vectors, (depth, SCHEDULE.width)), (out, (run, SCHEDULE.piece)))
+        forms = ((panel, block), (vectors, (depth, CONTRACTION.width)), (out, (run, CONTRACTION.piece)))
         self.descriptors = [descriptors.make_descriptor(t, (), block, with_layout=True) for t, block in forms]
         self.launch_cache = LaunchCache()
 
@@ -260,7 +261,7 @@ def _contract_kept_tiles(out: Tensor, weights: Tensor, vectors: Tensor, over: st
     blocks, longest = -(-out.shape[1] // wide), kept.lists[over].shape[1]
     whole = not (weights.shape[0] % TILE or weights.shape[1] % TILE or out.shape[1] % wide)
     kept.asked.count(kept.counts[over], len(kept.lists["rows"]) * len(kept.lists["cols"]))
-    tl = jit_module.load_module(_kernels.text).tl
+    tl = driver.load_module(_kernels.text).tl
     given = (out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0))
     given += (kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks)
     constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=settings.float32_precision())
@@ -356,7 +357,7 @@ class Accumulators:
         if completes:
             outs: Sequence[tuple[slice, Tensor]] = [(slice(None), self._complete_sum(key, rows, width))]
         else:
-            outs = self._find_totals(key, over, kept, folded, width)
+            outs = self._find_totals(key, over, kept, width)
         corrections = weights.corrections
         for k, (c, vector) in enumerate(zip(one.products, vectors, strict=True)):
             weight = weights.matrices[c.weight]
@@ -392,9 +393,7 @@ class Accumulators:
             self.complete[key] = empty(self.sizes.rows, width)
         return self.complete[key][rows]
 
-    def _find_totals(
-        self, key: Key, over: str, kept: slice, folded: slice, width: int
-    ) -> Sequence[tuple[slice, Tensor]]:
+    def _find_totals(self, key: Key, over: str, kept: slice, width: int) -> Sequence[tuple[slice, Tensor]]:
         """What to add to, in pieces: the whole total, or float32 totals of some rows or columns where 16 bits would be
         rounded too often.
 
@@ -542,7 +541,7 @@ class StoredWeights:
         values = self.feed(gemm, panel)
         key = ("stored", here.cols, here.device, *here.letters.values())
         launch = functools.partial(self._launch_fold, values, results, here)
-        if key not in gemm.compiled and jit_module.compile_ahead(here.device, launch):
+        if key not in gemm.compiled and driver.compile_ahead(here.device, launch):
             gemm.compiled.add(key)
         factors = launch()
         places = [(stage, place) for stage in group for place in self.plan.splits[stage].places["cols"]]

@@ -21,10 +21,9 @@ from ....plan.panel_layout import InPlaceLayout, PanelLayout, RowBlock
 from ....program.expression import Expr
 from ...common import matmul, skip_small_tiles
 from ...common.evaluate import Sizes
-from ...panel import ALIGN
-from ...panel.panel_program import PanelLoop, list_feeds
+from ...panel import ALIGN, PanelLoop, list_feeds
 from ..codegen.kernel_spec import WIDEST
-from ..launch import hardware
+from ..launch import driver
 from . import epilogue
 from .epilogue import EpilogueGemm
 from .row_kernel import group_stages, split_stage
@@ -299,7 +298,7 @@ class MemoryPlan:
 
         Not where small tiles are skipped: weights of a guessed maximum lack a factor of their row."""
         if shifted not in self._epilogues:
-            alone = len(self.groups) == 1 and self.narrow_dtype and hardware.has_fast_epilogues(self.sizes.device)
+            alone = len(self.groups) == 1 and self.narrow_dtype and driver.has_fast_epilogues(self.sizes.device)
             alone = alone and skip_small_tiles.active() is None
             found = epilogue.fuse_epilogue(self.loop, self.groups[0], shifted) if alone else None
             self._epilogues[shifted] = found if found and self._is_suitable(found) else None
@@ -409,7 +408,7 @@ class MemoryPlan:
         most = panel_layout.MAX_ROUNDINGS if self.epilogue_without_labels() else panel_layout.PREFERRED_BLOCKS
         strips = len(self.widths("rows")) == 1 == len(self.widths("cols"))
         limit -= min(rows * _ROW_BYTES, limit // _SCALAR_SHARE)
-        processors = hardware.count_processors(self.sizes.device)
+        processors = driver.count_processors(self.sizes.device)
         machine = panel_layout.Machine(processors, (panel_layout.TILE[0], self._tile_cols()))
         row, widths = self.total_bytes("cols"), (sum(self.widths("cols")), sum(self.widths("rows")))
         lent = row * self.weight_dtype.itemsize // self.sizes.compute.itemsize if self.lends_gradients() else 0
@@ -429,7 +428,7 @@ class MemoryPlan:
         if stored is not None:
             tile = stored.plan_kernel("write_guessed", self.sizes).block_folded
             needs = panel_layout.StorageNeeds(tile_sum_bytes(rows, -(-cols // tile)), rows * gradient, tile)
-        processors = hardware.count_processors(self.sizes.device)
+        processors = driver.count_processors(self.sizes.device)
         fill = panel_layout.fill_waves(rows, processors, self._tile_cols())
         return panel_layout.plan_in_place(cols, gradient, column, totals, limit, panel_layout.MAX_COLS, fill, needs)
 

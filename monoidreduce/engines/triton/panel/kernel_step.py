@@ -26,11 +26,10 @@ from ...common import combine, matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...common.torch_code import ElementwiseGroup, group_elementwise
-from ...panel import Panel, iterate_grid
-from ...panel.panel_program import PanelLoop
+from ...panel import Panel, PanelLoop, iterate_grid
 from ..codegen.kernel_spec import Unsupported
 from ..kernels import elementwise, topk
-from ..launch import hardware, jit_module
+from ..launch import driver
 from ..launch.replay import Replay, record
 from . import epilogue, row_kernel
 from .accumulators import Accumulators, PanelWeights, StoredWeights, contract_by_pingpong
@@ -96,7 +95,7 @@ def replay_walk(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: 
 
 def _make_key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, limit: int) -> tuple | None:
     """All that a loop over panels depends on but its tiles; None where it may depend on more."""
-    if settings.shrink_factor() > 1 or skip_small_tiles.active() is not None or not hardware.can_relaunch(sizes.device):
+    if settings.shrink_factor() > 1 or skip_small_tiles.active() is not None or not driver.can_relaunch(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None
@@ -181,11 +180,11 @@ class KernelStep:
             except Unsupported:
                 continue
             found = launch(leaves)
-            jit_module.report(launch.relaunch, (*found, *launch.template.fill(leaves, by_address=False)))
+            driver.report(launch.relaunch, (*found, *launch.template.fill(leaves, by_address=False)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, layout: PanelLayout) -> None:
-        recorder = jit_module.recording.get()
+        recorder = driver.recording.get()
         if recorder is not None:
             recorder.chose_panels(self.plan, layout)
         self.layout, plan = layout, self.plan
@@ -409,7 +408,7 @@ class KernelStep:
         key = (here.cols, here.device, self.directions, *here.letters.values())
         if key in gemm.compiled:
             return
-        if jit_module.compile_ahead(here.device, lambda: self._launch_all(gemm, group, panel, here)):
+        if driver.compile_ahead(here.device, lambda: self._launch_all(gemm, group, panel, here)):
             gemm.compiled.add(key)
 
     def _launch_all(self, gemm: EpilogueGemm, group: range, panel: Panel, here: Sizes) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....program.constructors import ONE, ZERO, apply, substitute
 from ....program.expression import Expr, const, index, topological
-from ..launch.jit_module import Kernels
+from ..launch.driver import Kernels
 from .row_kernel import FusedStages, shift_indices
 
 _MAX_TERMS = 16  # beyond which nothing is distributed

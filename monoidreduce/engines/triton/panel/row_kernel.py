@@ -25,15 +25,15 @@ from ....reductions import outputs_of
 from ....reductions.base import Lines
 from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
-from ...panel.panel_program import PanelLoop, Stage, group_by_reduction
-from ..codegen import compiler, k_loop, kernel_text
+from ...panel import PanelLoop, Stage, group_by_reduction
+from ..codegen import compiler
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.kernel_spec import Spec, Unsupported, power_of_two
+from ..codegen.kernel_spec import K_LOOP_DEPTH, Spec, Unsupported, power_of_two
 from ..codegen.reductions import make_row_lines
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
-from ..launch.jit_module import LaunchCache, Relaunch, launch_on_grid, specialize
+from ..launch.driver import LaunchCache, Relaunch, launch_on_grid, specialize
 from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 
@@ -260,7 +260,7 @@ class RowWork:
         written = tuple(reduce_node("sum", "cols", (), (w,)) for w in self.weights)
         return Fold((*self.leaves, *OFFSETS), (*numbers, *written))
 
-    def write(self, spec: Spec) -> kernel_text.Kernel:
+    def write(self, spec: Spec) -> compiler.Kernel:
         return write_kernel(self, spec)
 
 
@@ -270,7 +270,7 @@ class RowFold:
 
     fold: Fold
 
-    def write(self, spec: Spec) -> kernel_text.Kernel:
+    def write(self, spec: Spec) -> compiler.Kernel:
         return compiler.compile_fold(spec)
 
 
@@ -291,7 +291,7 @@ class RowValues(ExpressionWriter):
 
 
 @functools.lru_cache(maxsize=1024)
-def write_kernel(work: RowWork, spec: Spec) -> kernel_text.Kernel:
+def write_kernel(work: RowWork, spec: Spec) -> compiler.Kernel:
     """Write the row kernel of some work."""
     writer = _KernelWriter(spec)
     for fold, names in zip(work.folds, work.names, strict=True):
@@ -308,7 +308,7 @@ class _KernelWriter:
     def __init__(self, spec: Spec):
         self.spec, self.v = spec, RowValues(spec)
         self.body = [
-            *kernel_text.write_prologue(spec),
+            *compiler.write_prologue(spec),
             "whole = folded_size // FOLDED",
             "out_at = tl.cast(tile * KEPT, tl.int64)",
         ]
@@ -353,7 +353,7 @@ class _KernelWriter:
 
     def _fold_tiles(self, kinds: Sequence[Lines]) -> list[str]:
         return self._loops(
-            *(list(kernel_text.write_tile_body(self.v, list(kinds), {}, masked)) for masked in (False, True))
+            *(list(compiler.write_tile_body(self.v, list(kinds), {}, masked)) for masked in (False, True))
         )
 
     def add_store(self, weights: tuple[Expr, ...]) -> None:
@@ -387,25 +387,25 @@ class _KernelWriter:
         rest += [f"    {line}" for line in ragged]
         return [*rest, *loop] if backward else [*loop, *rest]
 
-    def finish(self) -> kernel_text.Kernel:
+    def finish(self) -> compiler.Kernel:
         """The whole kernel."""
         return assemble_kernel("sweep_rows", self.spec, self.outs, self.body, self.helpers)
 
 
 def assemble_kernel(
     name: str, spec: Spec, outs: list[str], lines: list[str], helpers: Sequence[str] = ()
-) -> kernel_text.Kernel:
+) -> compiler.Kernel:
     """A kernel of some lines. ``outs``: its first arguments, before those of the leaves that a spec's fold reads;
     ``helpers``: the lines of functions that it calls."""
     under = set(topological(spec.fold.reductions))
     used = [e for e in spec.fold.leaves if e in under]
-    text = kernel_text.write_function(spec, name, used, list_arguments(spec, outs, used), lines, helpers)
-    return kernel_text.Kernel(name, text, tuple(used))
+    text = compiler.write_kernel_function(spec, name, used, list_arguments(spec, outs, used), lines, helpers)
+    return compiler.Kernel(name, text, tuple(used))
 
 
 def list_arguments(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
     """The names of a kernel's arguments, and of those that Triton is not to specialize on."""
-    names, unspecialized = kernel_text.list_arguments(spec, used, 0)
+    names, unspecialized = compiler.list_arguments(spec, used, 0)
     count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
     return [*outs, *names[count:]], unspecialized
 
@@ -421,7 +421,7 @@ class PreparedKernel:
 
     def __init__(
         self,
-        kernel: kernel_text.Kernel,
+        kernel: compiler.Kernel,
         plan: KernelPlan,
         lengths: tuple[int, int],
         wide: bool,
@@ -454,7 +454,7 @@ class PreparedKernel:
         arguments += [*self.lengths, self.tiles]
         if self.copied:
             make = functools.partial(descriptors.make_descriptor, dims=(), with_layout=self.kernel.hand_scheduled)
-            self.templates = self.templates or [make(values[e], block=(n, k_loop.DEPTH)) for e, n in self.copied]
+            self.templates = self.templates or [make(values[e], block=(n, K_LOOP_DEPTH)) for e, n in self.copied]
             arguments += [
                 descriptors.replace_base(one, values[e])
                 for one, (e, _) in zip(self.templates, self.copied, strict=True)

@@ -1,7 +1,7 @@
 """Parts that all warp-specialised (Gluon) kernels share: filling templates, ring buffers, tile order, partitions.
 
 A template is plain text with named holes. ``fill`` puts strings into a line and lists of lines in place of a line that
-is nothing but a hole, at that line's indentation. What both families (``resident/``, ``pingpong/``) have in common is
+is nothing but a hole, at that line's indentation. What both families have in common is
 here once:
 
 - imports, layouts and index lanes of a consumer warp group;
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ....program.expression import Expr
-from ..codegen import kernel_text, listed
+from ..codegen import compiler, listed
 from ..codegen.kernel_spec import Slices, Spec, name_descriptor
 
 IMPORTS = """import triton.experimental.gluon.language as tl
@@ -37,7 +37,7 @@ STORE_IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_stor
 SHARED_BYTES = 227 * 1024  # of shared memory, which an instance on Hopper may have
 SPARE_BYTES = 1024  # of these, what barriers and the arguments of partitions take at most
 GROUP_ROWS = 64  # kept indices of a consumer warp group: the rows of one wgmma
-CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS)
+CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in compiler.CONSTANTS)
 
 # Keeps two 16-bit weights in one register from one step to the next; the compiler would take them apart and join them
 # again in every step.
@@ -167,7 +167,7 @@ class VectorRows:
         self, spec: Spec, out: int, width: int, slices: Slices, smem: Sequence[str], totals: Sequence[str]
     ) -> list[str]:
         """Store accumulators through shared memory, so that rows are written whole."""
-        lines = [kernel_text.write_output_base(spec, out)] if out in spec.strided else []
+        lines = [compiler.write_output_base(spec, out)] if out in spec.strided else []
         for (first, size), block, total in zip(slices, smem, totals, strict=True):
             row, lane, layout = (self.name(what, size) for what in ("wide_row", "wide_lane", "WIDE"))
             place = f"out{out} + (out_at + {row}[:, None]) * {width}"
@@ -331,7 +331,7 @@ def load_ahead(spec: Spec, leaves: Sequence[Expr], each: int, shifts: int = 0) -
 def scalar_opening(spec: Spec) -> list[str]:
     """How any kernel begins, without the lines that need a layout or a warp group's own tile."""
     blocks = ("KEPT", "FOLDED", "kept_in")
-    return [line for line in kernel_text.write_prologue(spec) if not any(name in line for name in blocks)]
+    return [line for line in compiler.write_prologue(spec) if not any(name in line for name in blocks)]
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class TileOrder:
         elif not self.spec.bounds:
             lines = ["whole_steps = folded_size // FOLDED", "steps = tl.cdiv(folded_size, FOLDED)"]
         else:
-            lines = [*kernel_text.write_tile_range(self.spec), "whole_steps = whole + again"]
+            lines = [*compiler.write_tile_range(self.spec), "whole_steps = whole + again"]
             lines.append("steps = tl.maximum(whole_steps + before + between + last - again_last, 1)")
         if self.sloped:
             away = f"tile * {self.sloped} // FOLDED"
@@ -506,22 +506,22 @@ _UNSUPPORTED = re.compile(
 
 def assemble(
     spec: Spec,
-    plain: kernel_text.Kernel,
+    plain: compiler.Kernel,
     imports: str,
     body: str,
     generated: Iterable[str],
     consumers: int,
     functions: str = "",
-) -> kernel_text.Kernel | None:
+) -> compiler.Kernel | None:
     """The kernel of a body in place of another rendering (``plain``), with the same arguments.
 
     ``generated``: the lines of it that come from code generation; ``consumers``: its consumer warp groups, where it has
     a producer; ``functions``: device functions that call no helpers. None when generated lines, or the helpers they
     call, use what Gluon does not have."""
-    helpers = kernel_text.copy_device_functions(body)
+    helpers = compiler.copy_device_functions(body)
     if _UNSUPPORTED.search("\n".join([*generated, *helpers])):
         return None
-    header = kernel_text.write_header(spec, list(plain.leaves), imports)
+    header = compiler.write_header(spec, list(plain.leaves), imports)
     text = "\n".join([header, *in_gluon(helpers), functions + body])
     return replace(plain, text=text, hand_scheduled=True, consumers=consumers)
 

@@ -25,8 +25,8 @@ from ....plan.schedule import (
     Family,
     Tile,
 )
+from ..codegen.compiler import Kernel
 from ..codegen.kernel_spec import pad_width
-from ..codegen.kernel_text import Kernel
 
 FAMILY = FAMILIES["hopper"]  # used when there is no device
 WAVES = 4  # program instances of few kept indices, at most, that a multiprocessor has because of splits
@@ -52,7 +52,7 @@ class Rendering(enum.IntEnum):
 
     LOADS = 0  # scheduled by Triton's compiler; blocks are loaded by pointers
     DESCRIPTORS = 1  # the same; tensor descriptors (TMA) copy blocks where they can
-    HAND_SCHEDULED = 2  # written in Gluon, where there is such a kernel (``resident/``, ``pingpong/``)
+    HAND_SCHEDULED = 2  # written in Gluon, where there is such a kernel (``schedules``)
 
 
 @dataclass(frozen=True)

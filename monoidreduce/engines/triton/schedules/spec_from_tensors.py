@@ -23,7 +23,7 @@ products of 16-bit numbers are exact.
 
 **Turned values.** Values in 8-bit floats are copied with their features first, as Hopper's matrix units take them: the
 folded axis is contiguous. The columns of each sixteen are in the order in which a thread of the warp-specialised
-attention kernel holds their weights (``attention_schedules.py``, ``join_bytes``).
+attention kernel holds their weights (``attention.py``, ``join_bytes``).
 """
 
 from __future__ import annotations
@@ -46,11 +46,20 @@ from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..codegen import k_loop, kernel_spec, tile_ranges
-from ..codegen.kernel_spec import TINY, WIDEST, ClosePairs, Spec, pad_width, pair_vector_leaves, specialize
+from ..codegen import kernel_spec, tile_ranges
+from ..codegen.kernel_spec import (
+    TINY,
+    WIDEST,
+    ClosePairs,
+    Spec,
+    pad_width,
+    pair_vector_leaves,
+    specialize,
+    takes_k_loop,
+)
 from ..codegen.reductions import move_factors_to_weight
-from ..launch import hardware
-from ..launch.jit_module import Kernels
+from ..launch import driver
+from ..launch.driver import Kernels
 
 _GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
 MANY = 2**22  # pairs from which on a faster kernel is worth some host time
@@ -92,7 +101,7 @@ def describe_fold(
     vectors = {e: values[e] for e in used}
     narrow = narrow_type(vectors, sizes)
     widest = max([0, *(sizes.of(str(e.feature)) for e in vectors)])
-    wide = widest > WIDEST and k_loop.takes_fold(fold, widest, narrow is not None)
+    wide = widest > WIDEST and takes_k_loop(fold, widest, narrow is not None)
     conditions = kernel_spec.whole_tile_conditions(fold)
     shortest = _SHORT_MASKED if conditions and not condition_leaves(fold) else _SHORT
     few = folded <= next((n for features, n in shortest.items() if widest <= features), 0)
@@ -139,9 +148,9 @@ def describe_fold(
         guess=narrow in _GUESSED and not wide and not short,
         exact=sizes.compute is torch.float64 or settings.float32_precision() == "ieee",
         unrounded=fold.exact,
-        native=narrow is not None and hardware.has_tanh(sizes.device),
-        eight_bit_mma=sizes.compute is torch.float32 and hardware.multiplies_eight_bits(sizes.device),
-        small_products=hardware.has_small_products(),
+        native=narrow is not None and driver.has_tanh(sizes.device),
+        eight_bit_mma=sizes.compute is torch.float32 and driver.multiplies_eight_bits(sizes.device),
+        small_products=driver.has_small_products(),
         pieces=rewritten.pieces,
         close_pairs=rewritten.close_pairs,
         k_loop=wide,
@@ -403,7 +412,7 @@ def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int)
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY_FLOAT32 and settings.requested_budget() is None and hardware.splits_float32(sizes.device)
+    pays = pairs >= MANY_FLOAT32 and settings.requested_budget() is None and driver.splits_float32(sizes.device)
     return (fits and pays and _split_fold(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 

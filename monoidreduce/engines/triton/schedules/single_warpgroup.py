@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .....program.constructors import ONE
-from .....program.expression import Expr, topological
-from ...codegen import kernel_spec, kernel_text
-from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Spec, literal
-from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import substitute_truths
-from .. import gluon_parts as gluon
-from ..gluon_parts import leaf_name, suffix
+from ....program.constructors import ONE
+from ....program.expression import Expr, topological
+from ..codegen import compiler, kernel_spec
+from ..codegen.expressions import ExpressionWriter
+from ..codegen.kernel_spec import Spec, literal
+from ..codegen.lookups import has_bands, write_look_up_band
+from ..codegen.reductions import substitute_truths
+from . import gluon_parts as gluon
+from .gluon_parts import leaf_name, suffix
 from .logit_forms import INDEX_DISTANCE, match_dropped_weight
 from .work_split import GroupWork, folded_numbers, kept_and_folded, name_sums
 
@@ -74,7 +74,7 @@ def {name}(
 """
 
 
-def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: bool) -> kernel_text.Kernel | None:
+def write_kernel(spec: Spec, work: GroupWork, plain: compiler.Kernel, even: bool) -> compiler.Kernel | None:
     """Write the kernel; None where there is none. ``even``: whether there is an even number of columns, so that dropout
     can take two at once."""
     text = _Text(spec, work, plain)
@@ -140,7 +140,7 @@ class _WeightWriter(ScoredPairs):
 class _Text:
     """The parts of one kernel's text. It has two scores and two sums, the first of which needs one score alone."""
 
-    def __init__(self, spec: Spec, work: GroupWork, plain: kernel_text.Kernel):
+    def __init__(self, spec: Spec, work: GroupWork, plain: compiler.Kernel):
         self.spec, self.work, self.plain, self.v = spec, work, plain, _WeightWriter(spec, work.dots, plain.shifts)
         kept = dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots)
         names = {e: [suffix(k) for k in range(len(spec.slices(e.feature)))] for e in kept}
@@ -168,7 +168,7 @@ class _Text:
     def write(self) -> tuple[str, list[str]]:
         """The kernel's text, and of it the lines that come from code generation."""
         v, spec, plain = self.v, self.spec, self.plain
-        names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
+        names, unspecialized = compiler.list_arguments(spec, list(plain.leaves), len(plain.shifts))
         whole = self._step(
             kernel_spec.whole_tile_conditions(spec.fold) if spec.bounds else {}, False, self.order.whole()
         )

@@ -16,20 +16,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.schedule import Tile
-from .....program.constructors import ONE
-from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_spec, kernel_text
-from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import Spec, literal
-from ...codegen.lookups import has_bands, write_look_up_band
-from ...codegen.reductions import substitute_truths
-from ...launch import hardware
-from .. import gluon_parts as gluon
-from .. import spec_from_tensors
-from ..gluon_parts import leaf_name, suffix
-from ..kernel_plan import KernelPlan
-from . import diagonal_sums, single_warpgroup
+from ....plan.schedule import Tile
+from ....program.constructors import ONE
+from ....program.expression import Expr, topological
+from ..codegen import compiler, kernel_spec
+from ..codegen.expressions import ExpressionWriter
+from ..codegen.kernel_spec import Spec, literal
+from ..codegen.lookups import has_bands, write_look_up_band
+from ..codegen.reductions import substitute_truths
+from ..launch import driver
+from . import diagonal_sums, single_warpgroup, spec_from_tensors
+from . import gluon_parts as gluon
+from .gluon_parts import leaf_name, suffix
+from .kernel_plan import KernelPlan
 from .logit_forms import DropoutFactor, match_dropped_weight
 from .work_split import (
     GroupWork,
@@ -66,9 +65,9 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
 
     A multiprocessor runs one instance at a time, where the compiler's schedule has two: the last wave must be full
     enough. A single warp group leaves room for another instance, as the compiler's do."""
-    if not hardware.runs_warp_specialized(device) or write_kernel(spec, even) is None:
+    if not driver.runs_warp_specialized(device) or write_kernel(spec, even) is None:
         return None
-    work, processors = divide_work(spec), hardware.count_processors(device)
+    work, processors = divide_work(spec), driver.count_processors(device)
     kept = count_kept(work)
     instances = -(-length // kept)
     busy = spec_from_tensors.busy_share(instances, processors)
@@ -82,14 +81,14 @@ def has_tile(plan: KernelPlan) -> bool:
     return kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
 
 
-def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:
+def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> compiler.Kernel | None:
     """The kernel of a spec with a plan's tile; None where it has none, or with another tile."""
     work = divide_work(spec)
     return write_kernel(spec, even) if work and plan.block_kept == count_kept(work) else None
 
 
 @functools.lru_cache(maxsize=1024)
-def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
+def write_kernel(spec: Spec, even: bool = True) -> compiler.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether there is an even number of columns, so that dropout can take two at once."""
@@ -106,7 +105,7 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
         return single_warpgroup.write_kernel(spec, work[0], plain, even)
     if plain.shifts and (spec.shift_descriptors or len(work) == 1):
         return None
-    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
+    names, unspecialized = compiler.list_arguments(spec, list(plain.leaves), len(plain.shifts))
     text = _KernelText(spec, work, names, plain.shifts, even)
     groups = [_ConsumerText(text, k).write() for k in range(len(work))]
     generated = [line for _, lines in groups for line in lines]

@@ -1,7 +1,17 @@
-"""GEMMs of many features with a fold as their epilogue, by two ping-pong consumers.
+"""Warp-specialised kernels with a K loop: one producer fills a ring buffer, two consumers alternate (ping-pong).
 
 The epilogue of a GEMM leaves the matrix units idle unless another warp group has something to multiply. Two consumer
-warp groups have neighbouring kept tiles: while one folds, the other multiplies.
+warp groups have neighbouring kept tiles: while one multiplies its tile, the other runs the epilogue of its own.
+
+**GEMMs of many features** with a fold as their epilogue, written here, or with weights that are stored
+(``engines/triton/panel/epilogue.py``).
+
+**Contractions** of a panel's weights with vectors: out (+)= Σ weights × vectors. A tile is 192 kept indices, three runs
+of 64 (the rows of one wgmma), and 128 features. The producer copies blocks of weights and vectors into one ring buffer,
+ahead of both consumers; a consumer runs the K loop of its tile while the other stores its own (``order`` barriers, as
+in GEMMs). Results go through shared memory in pieces of 64 features of a run. What is added to comes through the same
+slots: a consumer asks for the first pieces before it multiplies, and for another whenever one was written.
+``engines/triton/panel/accumulators.py`` launches these kernels.
 """
 
 from __future__ import annotations
@@ -13,23 +23,23 @@ from dataclasses import dataclass
 
 import torch
 
-from .....plan.schedule import Tile
-from .....program.expression import Expr, topological
-from .....program.several import OF_VECTORS
-from .....reductions.base import Lines
-from .....reductions.pick import PickLines
-from ...codegen import compiler, k_loop, kernel_text, tile_ranges
-from ...codegen.expressions import ExpressionWriter
-from ...codegen.kernel_spec import WIDEST, Spec
-from ...codegen.reductions import make_lines
-from ...launch import hardware
-from .. import gluon_parts as gluon
-from ..gluon_parts import leaf_name
-from ..kernel_plan import KernelPlan
+from ....plan.schedule import Tile
+from ....program.expression import Expr, topological
+from ....program.several import OF_VECTORS
+from ....reductions.base import Lines
+from ....reductions.pick import PickLines
+from ..codegen import compiler, tile_ranges
+from ..codegen.expressions import ExpressionWriter, write_rounding
+from ..codegen.kernel_spec import K_LOOP_DEPTH, WIDEST, Spec, list_k_loop_operands, rounds_products
+from ..codegen.reductions import make_lines
+from ..launch import driver
+from . import gluon_parts as gluon
+from .gluon_parts import leaf_name
+from .kernel_plan import KernelPlan
 
 # The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
 #
-# ``gemm_fold.py`` fills it with folds, ``engines/triton/panel/epilogue.py`` with weights that are written. Two consumer
+# It is filled with folds below, and by ``engines/triton/panel/epilogue.py`` with weights that are written. Two consumer
 # warp groups take tiles of pairs in turns: while one runs the K loop of its tile, the other runs the epilogue of its
 # own. The producer is ahead of both: it copies blocks of both operands for one tile after the other into one ring
 # buffer. A consumer may look at the ring only when the other has seen all of its own blocks (the ``order`` barriers):
@@ -71,7 +81,7 @@ class GemmSchedule:
     @property
     def shared_bytes(self) -> int:
         """All that a kernel takes: the ring of 16-bit blocks, what each consumer stores through, and barriers."""
-        ring = self.stages * (TILE + self.folded) * k_loop.DEPTH
+        ring = self.stages * (TILE + self.folded) * K_LOOP_DEPTH
         return 2 * ring + (2 * 2 * TILE * EXTRA if self.writes else 0) + gluon.SPARE_BYTES
 
 
@@ -230,12 +240,12 @@ def consumer(
 def write_gemm(
     writes: bool,
     wide: bool,
-    plain: kernel_text.Kernel,
+    plain: compiler.Kernel,
     spec: Spec,
     operands: tuple[Expr, Expr],
     signature: tuple[list[str], list[str]],
     lines: Mapping[str, Sequence[str]],
-) -> kernel_text.Kernel | None:
+) -> compiler.Kernel | None:
     """A GEMM that folds its pairs, or ``writes`` weights made of them, in place of another rendering (``plain``); None
     where Gluon lacks a word of it.
 
@@ -248,14 +258,14 @@ def write_gemm(
     extra = ["extra_ring"] if wide else []
     partitions = gluon.Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
     narrow, (kept, folded) = f"tl.{spec.narrow}", map(leaf_name, operands)
-    blocks = -(-spec.width(operands[0].feature) // k_loop.DEPTH)
+    blocks = -(-spec.width(operands[0].feature) // K_LOOP_DEPTH)
     holes: dict[str, str | int] = {
         "kept": kept,
         "folded": folded,
         "tile": TILE,
         "half": EXTRA,
         "strip": EXTRA if wide else TILE,
-        "depth": k_loop.DEPTH,
+        "depth": K_LOOP_DEPTH,
         "blocks": blocks,
         "stages": stages,
     }
@@ -302,7 +312,7 @@ def _fill_tile_holes(wide: bool, blocks: int) -> dict[str, str | list[str]]:
     rings = f"kept_ring, folded_ring, {extra_ring}full, empty, order"
     extra = {
         "copy_extra": [
-            f"copy(extra_box, [col + {TILE}, d * {k_loop.DEPTH}], full.index(slot), extra_ring.index(slot))",
+            f"copy(extra_box, [col + {TILE}, d * {K_LOOP_DEPTH}], full.index(slot), extra_ring.index(slot))",
         ],
         "multiply_extra": [
             "block = extra_ring.index(slot).permute((1, 0))",
@@ -397,15 +407,15 @@ _NARROW_FEATURES = 512
 
 def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
     """The tile of a fold with this many kept indices; None where it has no such kernel."""
-    if not hardware.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
+    if not driver.runs_warp_specialized(device) or length < KEPT or write_kernel(spec) is None:
         return None
     return KEPT, FOLDS[_prefers_wide_tiles(spec)].folded, 4, 1
 
 
 def _prefers_wide_tiles(spec: Spec) -> bool:
     """True when a fold is faster in wide tiles. They have no registers for numbers per folded index."""
-    many = all(spec.width(e.feature) > _NARROW_FEATURES for e in k_loop.list_operands(spec))
-    return many and not _has_folded_numbers(spec) and hardware.has_registers_for_wide_tiles()
+    many = all(spec.width(e.feature) > _NARROW_FEATURES for e in list_k_loop_operands(spec))
+    return many and not _has_folded_numbers(spec) and driver.has_registers_for_wide_tiles()
 
 
 def has_tile(plan: KernelPlan) -> bool:
@@ -414,7 +424,7 @@ def has_tile(plan: KernelPlan) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
+def write_kernel(spec: Spec, wide: bool = False) -> compiler.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``wide``: in wide tiles, with one argument more, a descriptor of the blocks of extra folded indices."""
@@ -431,7 +441,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     reductions = [make_lines(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     whole, cut = (_write_epilogue(v, reductions, wide, masked) for masked in (False, True))
     v.loop(False)
-    stores = kernel_text.write_stores(reductions, v)
+    stores = compiler.write_stores(reductions, v)
     begin = _add_row_layout([line for r in reductions for line in r.start()])
     lines = {
         "opening": _write_opening(spec),
@@ -443,7 +453,7 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     }
     if plain.shifts or any(r.helpers for r in reductions):
         return None
-    signature = kernel_text.list_arguments(spec, list(plain.leaves), 0)
+    signature = compiler.list_arguments(spec, list(plain.leaves), 0)
     return write_gemm(False, wide, plain, spec, (kept, folded), signature, lines)
 
 
@@ -462,10 +472,10 @@ def _has_folded_numbers(spec: Spec) -> bool:
 def _write_epilogue(v: _PairValues, reductions: list[Lines], wide: bool, masked: bool) -> list[str]:
     """What is done to a tile: labels first, in strips that hold any, so that scores can be let go after them."""
     picks = [r for r in reductions if isinstance(r, PickLines)]
-    lines = _add_row_layout(kernel_text.write_tile_body(v, [r for r in reductions if r not in picks], {}, masked))
+    lines = _add_row_layout(compiler.write_tile_body(v, [r for r in reductions if r not in picks], {}, masked))
     found = fold_strips(lines, wide, masked)
     for pick in picks:
-        lines = _add_row_layout(kernel_text.write_tile_body(v, [pick], {}, False))  # no label lies beyond the end
+        lines = _add_row_layout(compiler.write_tile_body(v, [pick], {}, False))  # no label lies beyond the end
         found = pick_labels(v.own_place(pick.reduction.args[0]), lines, wide) + found
     return found
 
@@ -479,8 +489,8 @@ class _PairValues(ExpressionWriter):
     """Numbers of pairs whose product the K loop made."""
 
     def product(self, x: object, y: object) -> str:
-        if k_loop.rounds_products(self.spec):
-            self.inside.append(k_loop.write_rounding("pairs"))
+        if rounds_products(self.spec):
+            self.inside.append(write_rounding("pairs"))
         return "pairs"
 
     def own_place(self, target: Expr) -> str:
@@ -505,3 +515,199 @@ def _add_row_layout(lines: list[str]) -> list[str]:
 
 
 _CREATES = re.compile(r"(tl\.(?:zeros|full)\(\[KEPT\], [^\n]*?tl\.\w+)\)")
+
+
+# Contractions of weights with vectors
+
+
+@dataclass(frozen=True)
+class ContractionSchedule:
+    """How an instance of the kernel runs."""
+
+    runs: int  # of 64 kept indices in a tile
+    width: int  # features of a tile
+    depth: int  # folded indices of a block
+    piece: int  # features that are stored at a time: accumulators leave registers for no more
+    slots: int  # pieces of a consumer in shared memory
+    stages: int  # blocks in the ring, which takes the shared memory that is left
+    registers: tuple[int, int]  # of a thread: in the second consumer, in the producer; the first has the rest
+
+    @property
+    def tile(self) -> int:
+        """Kept indices of a tile."""
+        return self.runs * gluon.GROUP_ROWS
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """The run of each piece, and the feature at which it begins."""
+        return [(run, at) for run in range(self.runs) for at in range(0, self.width, self.piece)]
+
+
+CONTRACTION = ContractionSchedule(runs=3, width=128, depth=64, piece=64, slots=4, stages=4, registers=(232, 40))
+
+_CONTRACT = """
+@gluon.jit
+def producer(
+    {parameters}
+):
+    k_block = 0
+    for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
+        row, col = grouped(program, tiles, turns, 16)
+        for k in range(0, blocks):
+            slot = k_block % {stages}
+            mbarrier.wait(empty.index(slot), (k_block // {stages} & 1) ^ 1)
+            barrier = full.index(slot)
+            mbarrier.expect(barrier, {bytes})
+            for r in tl.static_range({runs}):
+                copy(weights_box, {weights_at}, barrier, weights_ring.index(slot * {runs} + r))
+            copy(vectors_box, [k * FOLDED, col * {width}], barrier, vectors_ring.index(slot))
+            k_block += 1
+
+
+@gluon.jit
+def load_piece(box, staging, barrier, row, col):
+    # begin to copy what is added to
+    mbarrier.expect(barrier, box.block_type.nbytes)
+    copy(box, [row, col], barrier, staging)
+
+
+@gluon.jit
+def store_piece(box, staging, row, col, block):
+    staging.store(block)
+    fence_async_shared()
+    write(box, [row, col], staging)
+
+
+@gluon.jit
+def consumer(
+    {parameters}
+):
+    SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])
+    PIECE: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {piece}, 16])
+    FIRST: tl.constexpr = GROUP * {slots}
+    {begin}
+    k_block = GROUP * blocks
+    phase = 1 - GROUP
+    done = 0
+    first = tl.program_id(0) + GROUP * tl.num_programs(0)
+    for program in range(first, tiles * turns, 2 * tl.num_programs(0)):
+        row, col = grouped(program, tiles, turns, 16)
+        row = row * {tile}
+        col = col * {width}
+        {load_first_pieces}
+        # the K loop of a tile, when the other consumer has ended its own
+        mbarrier.wait(order.index(GROUP), phase)
+        for k in range(0, blocks):
+            slot = k_block % {stages}
+            mbarrier.wait(full.index(slot), k_block // {stages} & 1)
+            block = vectors_ring.index(slot)
+            {multiply}
+            {sums} = warpgroup_mma_wait({runs}, deps=[{sums}])
+            mbarrier.arrive(empty.index((k_block + {stages} - 1) % {stages}), pred=k > 0)
+            k_block += 1
+        mbarrier.arrive(order.index(1 - GROUP))
+        {sums} = warpgroup_mma_wait(0, deps=[{sums}])
+        mbarrier.arrive(empty.index((k_block - 1) % {stages}))
+        k_block += blocks
+        phase ^= 1
+        {store_pieces}
+        done += 1
+    tma.store_wait(0)
+"""
+
+
+@functools.cache
+def write_contraction(narrow: str, over: str, add: bool) -> compiler.Kernel:
+    """Write the kernel. ``narrow``: the type of all tensors; ``over``: "cols" where weights lie kept index by kept
+    index, "rows" where they lie folded index by folded index; ``add``: whether results are added to ``out``."""
+    s, dtype = CONTRACTION, f"tl.{narrow}"
+    name = f"contract_{over}" + ("_added" if add else "")
+    arguments = ["weights_box", "vectors_box", "out_box", "blocks", "tiles", "turns"]
+    buffers = ["weights_ring", "vectors_ring", "staging", "full", "empty", "order", "loaded"]
+    partitions = gluon.Partitions(arguments, buffers)
+    kept, transposed = f"row * {s.tile} + r * KEPT", "" if over == "cols" else ".permute((1, 0))"
+    weights = [f"weights_ring.index(slot * {s.runs} + {r}){transposed}" for r in range(s.runs)]
+    body = gluon.fill(
+        _CONTRACT,
+        parameters=partitions.parameters(),
+        stages=s.stages,
+        tile=s.tile,
+        runs=s.runs,
+        width=s.width,
+        piece=s.piece,
+        slots=s.slots,
+        bytes=2 * s.depth * (s.tile + s.width),
+        weights_at=f"[{kept}, k * FOLDED]" if over == "cols" else f"[k * FOLDED, {kept}]",
+        sums=", ".join(f"sum{r}" for r in range(s.runs)),
+        begin=[f"sum{r} = tl.zeros([KEPT, {s.width}], tl.float32, SUMS)" for r in range(s.runs)],
+        multiply=[
+            f"sum{r} = warpgroup_mma({w}, block, sum{r}, use_acc=k > 0, is_async=True)" for r, w in enumerate(weights)
+        ],
+        load_first_pieces=["tma.store_wait(0)", *map(_load_piece, range(s.slots))] if add else [],
+        store_pieces=_store_pieces(narrow, add),
+    )
+    shape = "[{}] + {}_box.block_type.shape".format
+    body += gluon.fill(
+        gluon.ENTRY,
+        unspecialized="['blocks', 'tiles', 'turns']",
+        name=name,
+        arguments=partitions.entry(),
+        allocate=[
+            gluon.allocate("weights_ring", dtype, shape(s.stages * s.runs, "weights"), "weights_box.layout"),
+            gluon.allocate("vectors_ring", dtype, shape(s.stages, "vectors"), "vectors_box.layout"),
+            gluon.allocate("staging", dtype, shape(f"2 * {s.slots}", "out"), "out_box.layout"),
+            *(
+                gluon.allocate_barriers(x, count)
+                for x, count in (("full", s.stages), ("empty", s.stages), ("order", 2))
+            ),
+            gluon.allocate_barriers("loaded", f"2 * {s.slots}"),
+        ],
+        depth=s.stages,
+        init=["mbarrier.init(full.index(k), count=1)", "mbarrier.init(empty.index(k), count=1)"],
+        init_others=[
+            *ORDER_INIT,
+            f"for k in tl.static_range(2 * {s.slots}):",
+            "    mbarrier.init(loaded.index(k), count=1)",
+        ],
+        specialize=partitions.specialize(
+            [("consumer", 0, "KEPT"), ("consumer", 1, "KEPT"), ("producer", 0, "KEPT")],
+            ", ".join(map(str, s.registers)),
+        ),
+    )
+    title = f'"""Sums of {narrow} vectors with weights, over {over}."""\n\n'
+    helpers = gluon.in_gluon(compiler.copy_device_functions(body))
+    text = title + "\n".join([gluon.STORE_IMPORTS, *helpers, body])
+    return compiler.Kernel(name, text, (), hand_scheduled=True, consumers=2)
+
+
+def _write_slot(piece: int) -> str:
+    return f"FIRST + {piece % CONTRACTION.slots}"
+
+
+def _write_corner(piece: int) -> str:
+    run, at = CONTRACTION.pieces[piece]
+    return f"row + {run} * KEPT, col + {at}"
+
+
+def _load_piece(piece: int) -> str:
+    slot, corner = _write_slot(piece), _write_corner(piece)
+    return f"load_piece(out_box, staging.index({slot}), loaded.index({slot}), {corner})"
+
+
+def _store_pieces(narrow: str, add: bool) -> list[str]:
+    """Add to pieces, where results are added, and store them; when one is stored, ask for another in its slot."""
+    slots, count = CONTRACTION.slots, len(CONTRACTION.pieces)
+    found = [f"piece{2 * r}, piece{2 * r + 1} = halved(sum{r})" for r in range(CONTRACTION.runs)]
+    for k in range(count):
+        slot, uses = _write_slot(k), -(-(count - k % slots) // slots)  # how often a tile uses this slot
+        found.append(f"piece{k} = tl.convert_layout(piece{k}, PIECE)")
+        if add:
+            found.append(f"mbarrier.wait(loaded.index({slot}), (done * {uses} + {k // slots}) & 1)")
+            found.append(f"piece{k} += staging.index({slot}).load(PIECE).to(tl.float32)")
+        else:
+            found.append(f"tma.store_wait({slots - 1})")
+        found.append(f"store_piece(out_box, staging.index({slot}), {_write_corner(k)}, piece{k}.to(tl.{narrow}))")
+        later = k - 1 + slots
+        if add and k > 0 and later < count:
+            found += ["tma.store_wait(1)", _load_piece(later)]
+    return found

@@ -20,13 +20,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from .....program.constructors import ONE
-from .....program.expression import Expr, topological
-from ...codegen import compiler, kernel_spec, kernel_text
-from ...codegen.kernel_spec import Spec
-from ...codegen.reductions import substitute_truths
-from .. import gluon_parts as gluon
-from ..gluon_parts import leaf_name
+from ....program.constructors import ONE
+from ....program.expression import Expr, topological
+from ..codegen import compiler, kernel_spec
+from ..codegen.kernel_spec import Spec
+from ..codegen.reductions import substitute_truths
+from . import gluon_parts as gluon
+from .gluon_parts import leaf_name
 from .logit_forms import INDEX_DISTANCE
 from .single_warpgroup import ScoredPairs
 from .work_split import GroupWork, count_features, divide_joint_work, kept_and_folded
@@ -174,7 +174,7 @@ def consumer(
 
 
 @functools.lru_cache(maxsize=256)
-def write_kernel(spec: Spec) -> kernel_text.Kernel | None:
+def write_kernel(spec: Spec) -> compiler.Kernel | None:
     """Write the kernel of a spec that has ``joint``; None where there is none."""
     work, schedule = divide_joint_work(spec), find_schedule(spec)
     if work is None or schedule is None or spec.shift_descriptors:
@@ -203,7 +203,7 @@ def schedule_of(widths: set[int]) -> JointSchedule | None:
 class _Text:
     """The parts of one kernel's text."""
 
-    def __init__(self, spec: Spec, work: GroupWork, schedule: JointSchedule, plain: kernel_text.Kernel):
+    def __init__(self, spec: Spec, work: GroupWork, schedule: JointSchedule, plain: compiler.Kernel):
         self.spec, self.work, self.schedule, self.plain = spec, work, schedule, plain
         self.v = ScoredPairs(spec, work.dots, plain.shifts)
         self.vector = kept_and_folded(work.dots[0], spec)[0]  # of the rows' sums
@@ -214,7 +214,7 @@ class _Text:
         self.order = gluon.TileOrder(spec, backwards=True)
         self.numbers = {f"shift{k}": "float32" for k in range(len(plain.shifts))}
         self.numbers |= {leaf_name(e): spec.type_of[e] for e in self.v.ringed}
-        names, self.unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
+        names, self.unspecialized = compiler.list_arguments(spec, list(plain.leaves), len(plain.shifts))
         buffers = [f"{leaf_name(e)}_kept" for e in self.kept]
         buffers += [name for ring in self.rings.values() for name in ring.rings] + [f"{x}_ring" for x in self.numbers]
         self.partitions = gluon.Partitions(

@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .....program.constructors import ZERO
-from .....program.expression import Expr
-from .....reductions.softmax import SoftmaxLines
-from ...codegen.kernel_spec import LOG2E, Spec, factor_out, literal
+from ....program.constructors import ZERO
+from ....program.expression import Expr
+from ....reductions.softmax import SoftmaxLines
+from ..codegen.kernel_spec import LOG2E, Spec, factor_out, literal
 
 Coefficient = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of leaves that are Python numbers
 

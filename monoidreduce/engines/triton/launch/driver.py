@@ -1,4 +1,7 @@
-"""From a kernel's text to a launch, the first and every later one.
+"""What a device and the installed Triton can do; from a kernel's text to a launch, the first and every later one.
+
+Abilities are asked by plans, schedules and launches. Plans are also made for GPUs that are not in this machine, of
+which nothing is known.
 
 Triton reads a function's source from its file, so the text is written to a private folder (``plan/disk.py``), under the
 hash of its content. What runs is the text that was just written here, never whatever the file may hold. What a first
@@ -16,22 +19,124 @@ import copy
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import linecache
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ....plan import disk, settings
+from ....plan import disk, schedule, settings
 from ....plan.cache import KERNELS
+from ....plan.schedule import Family
 from ...common.bounded_cache import BoundedCache
 from ...common.torch_code import run_text
-from ..codegen.kernel_text import IMPORTS, copy_device_functions
-from . import descriptors, hardware
+from ..codegen.compiler import IMPORTS, copy_device_functions
+from . import descriptors, start_triton
+
+
+@functools.cache
+def triton_version() -> tuple[int, ...]:
+    """The installed version of Triton: major and minor."""
+    return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:2])
+
+
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU of this machine; (0, 0) of any other device."""
+    if not _is_present(device) or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def _is_present(device: torch.device) -> bool:
+    """True for a GPU of this machine."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
+@functools.cache
+def find_family(device: torch.device) -> Family | None:
+    """The family of a GPU, with the shared memory that it reports; None without a GPU."""
+    if not _is_present(device):
+        return None
+    known = torch.cuda.get_device_properties(device)
+    found = schedule.family(known.major, known.minor)
+    return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
+
+
+@functools.cache
+def count_processors(device: torch.device) -> int:
+    """The number of streaming multiprocessors; 1 without a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if _is_present(device) else 1
+
+
+def can_relaunch(device: torch.device) -> bool:
+    """True where kernels are launched again by addresses: not by the interpreter, nor by an older Triton, whose
+    launchers take no constants."""
+    return device.type == "cuda" and triton_version() >= (3, 4)
+
+
+@functools.cache
+def has_descriptors(device: torch.device) -> bool:
+    """True when the device and this version of Triton have tensor descriptors (TMA)."""
+    if triton_version() < (3, 4):
+        return False
+    return find_capability(device) >= (9, 0) if device.type == "cuda" else settings.interprets_kernels()
+
+
+def chains_launches(device: torch.device) -> bool:
+    """True where a kernel may be launched while the one before it runs, and wait for it on the device: from Hopper on
+    (programmatic dependent launch). What a launch takes is then hidden."""
+    return device.type == "cuda" and has_descriptors(device)
+
+
+def has_fast_epilogues(device: torch.device) -> bool:
+    """True where generated GEMMs are as fast as the vendor's: tensor descriptors feed the tensor cores."""
+    return device.type == "cuda" and has_descriptors(device)
+
+
+@functools.cache
+def has_tanh(device: torch.device) -> bool:
+    """True for GPUs with instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
+    return find_capability(device) >= (7, 5)
+
+
+@functools.cache
+def multiplies_eight_bits(device: torch.device) -> bool:
+    """True for GPUs with matrix units for 8-bit integers and floats: NVIDIA's, from Ada on."""
+    return find_capability(device) >= (8, 9) or (not _is_present(device) and settings.interprets_kernels())
+
+
+@functools.cache
+def splits_float32(device: torch.device) -> bool:
+    """True on Hopper and newer, which multiply split float32 weights without moving them between threads."""
+    return find_capability(device) >= (9, 0) if device.type == "cuda" else settings.interprets_kernels()
+
+
+@functools.cache
+def runs_warp_specialized(device: torch.device) -> bool:
+    """True when the device has ``wgmma`` (compute capability 9.0) and this Triton has the Gluon calls we use."""
+    return find_capability(device) == (9, 0) and triton_version() >= (3, 6)
+
+
+def has_small_products() -> bool:
+    """True when this Triton multiplies tiles of fewer than 16 rows."""
+    return triton_version() >= (3, 3)
+
+
+def has_registers_for_wide_tiles() -> bool:
+    """True when this Triton keeps ping-pong tiles of 128 x 192 in registers.
+
+    Triton 3.6 does; Triton 3.9 spills some of them to local memory, and then tiles of 128 x 128 are faster. On an H200
+    with Triton 3.6 wide tiles took 0.91 of the time of the products alone where narrow ones took 0.96 (a forward of
+    65536 x 65536 pairs, 768 features)."""
+    return triton_version() < (3, 7)
+
+
+# From a text to a launch
 
 
 def write_text(text: str) -> Path:
@@ -129,7 +234,7 @@ def make_relauncher(
     compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device
 ) -> Relauncher | None:
     """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none."""
-    there = hasattr(compiled, "packed_metadata") and hardware.can_relaunch(device)
+    there = hasattr(compiled, "packed_metadata") and can_relaunch(device)
     return Relauncher(compiled, grid, constants, device) if there else None
 
 
@@ -254,7 +359,7 @@ def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], optio
 
 @functools.cache
 def _wait_for_triton() -> None:
-    for thread in hardware.start_triton():
+    for thread in start_triton():
         thread.join()
 
 
@@ -320,7 +425,7 @@ def _compile(function: Any, launches: list[_LaunchArguments], device: torch.devi
 def _can_compile_ahead(device: torch.device) -> bool:
     """True where a first run may only collect launches: on a GPU, with a Triton that compiles in threads, without a
     torch dispatch mode and outside of CUDA graph capture."""
-    if device.type != "cuda" or hardware.triton_version() < (3, 4) or _skips.get():
+    if device.type != "cuda" or triton_version() < (3, 4) or _skips.get():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())
 
@@ -366,8 +471,8 @@ def launch_on_grid(known: Relaunch | None, grid: int, arguments: Sequence[Any]) 
 class LaunchCache:
     """Relaunchers by all that they depend on; the oldest is dropped when there are too many."""
 
-    def __init__(self, most: int = _MOST_LAUNCHERS):
-        self.relaunchers: BoundedCache[tuple, Relaunch] = BoundedCache(most)
+    def __init__(self) -> None:
+        self.relaunchers: BoundedCache[tuple, Relaunch] = BoundedCache(_MOST_LAUNCHERS)
 
     def __call__(self, key: tuple, first: Callable[[], Relaunch | None], arguments: Sequence[Any]) -> Relaunch | None:
         """Relaunch what was launched with this key before, else call ``first``, which launches and returns a

@@ -19,15 +19,15 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .....plan.candidates import SPECIAL
-from .....program.constructors import ONE, ZERO, apply, contractions, substitute
-from .....program.expression import Expr, node, topological
-from .....program.primitives import PRIMITIVES
-from .....program.several import OF_VECTORS
-from ...codegen.kernel_spec import WIDEST, Spec
-from ...codegen.reductions import move_factors_to_weight
-from ..gluon_parts import GROUP_ROWS
-from ..spec_from_tensors import walks_are_short
+from ....plan.candidates import SPECIAL
+from ....program.constructors import ONE, ZERO, apply, contractions, substitute
+from ....program.expression import Expr, node, topological
+from ....program.primitives import PRIMITIVES
+from ....program.several import OF_VECTORS
+from ..codegen.kernel_spec import WIDEST, Spec
+from ..codegen.reductions import move_factors_to_weight
+from .gluon_parts import GROUP_ROWS
+from .spec_from_tensors import walks_are_short
 
 FOLDED = 64  # folded indices of a tile
 _NARROW = 64  # features of vectors, up to which the compiler's schedule is faster

@@ -15,7 +15,7 @@ next 64. ``sum_tiles`` (``kernels/histogram.py``) adds those of all tiles, in a 
 
 from __future__ import annotations
 
-from ..gluon_parts import GROUP_ROWS
+from .gluon_parts import GROUP_ROWS
 
 SUMS = 2 * GROUP_ROWS  # that a tile leaves
 SHARED_BYTES = 4 * 4 * (SUMS + 16)  # of a warp group
