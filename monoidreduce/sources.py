@@ -46,8 +46,8 @@ def chunks(
     gives dicts by its keys, and a value that is one name picks that array.
 
     With a CUDA ``device`` chunks arrive there through pinned memory, the next one while the
-    present one is used; what lies in pinned memory already is copied from there. Unless told, a chunk has 65536
-    columns, on a GPU 128 MiB of them.
+    present one is used; what lies in pinned memory already is copied from there. Unless told, a chunk has 128 MiB of
+    columns, on a CPU at most 65536.
 
     Raises ArgumentError, ShapeError, DTypeError or, for a file that is damaged, StreamError; also while reading, for
     one that is cut short or changed meanwhile.
@@ -79,7 +79,8 @@ def chunks(
             fix="Give equally many columns in each, and say with axes=... where they are not the first axis",
         )
     where = torch.device(device) if device is not None else None
-    return Chunks(cut, size or (SIZE if where is None or where.type != "cuda" else gpu_columns(cut)), where, known)
+    most = gpu_columns(cut)
+    return Chunks(cut, size or (min(SIZE, most) if where is None or where.type != "cuda" else most), where, known)
 
 
 def is_source_of_arrays(given: Any) -> bool:

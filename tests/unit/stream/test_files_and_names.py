@@ -222,3 +222,9 @@ def test_what_cannot_be_is_refused_before_any_work(points, tmp_path, monkeypatch
     numpy.save(tmp_path / "flat.npy", X[:, 0])
     with pytest.raises(mr.ShapeError, match=r"y was given \S*flat.npy, float32\[400\]"):
         ops.knn.stream(X[:50], k=2).over(tmp_path / "flat.npy")
+
+
+def test_chunks_of_wide_columns_have_few_of_them():
+    """However long the vectors are, a chunk is no more than 128 MiB."""
+    wide = torch.zeros(1, 1).expand(1000, 2**20)
+    assert [len(c[0]) for c in itertools.islice(mr.chunks(wide), 2)] == [32, 32]
