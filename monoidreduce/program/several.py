@@ -38,8 +38,7 @@ def einsum(spec: str, x: Expr, y: Expr, feature: Feature) -> Expr:
     for at in (0, 1) if spec in DOTS else (1,):
         whole = args[at]
         if whole.is_pair and whole.op in ("add", "sub") and all(a.feature is not None for a in whole.args):
-            first = args[0]
-            parts = (einsum(spec, *((a, y) if at == 0 else (first, a)), feature=feature) for a in whole.args)
+            parts = (einsum(spec, *((a, y) if at == 0 else (x, a)), feature=feature) for a in whole.args)
             return apply(whole.op, *parts)  # vectors are of one side, and so are those of a sum
         number, args[at] = _split_number(whole)
         numbers = apply("mul", numbers, number)
