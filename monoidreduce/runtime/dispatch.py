@@ -114,7 +114,7 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False, asked: boo
             return named.run(fold, leaves, sizes, run, run_engine)
         try:
             if compiled:
-                gather = functools.partial(listed.run, engine=inner, walk=eager.run_blocks)
+                gather = lambda *one: listed.run(*one, inner, eager.run_blocks)
                 return triton.run_listed(fold, leaves, sizes, gather)
             if asked:
                 triton.check_device(sizes.device)

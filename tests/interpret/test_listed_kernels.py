@@ -14,7 +14,7 @@ from monoidreduce import Col, Row
 from monoidreduce.engines import eager, listed
 from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton.codegen import compiler
-from monoidreduce.engines.triton.kernels import histogram, listed_fold, listed_launch
+from monoidreduce.engines.triton.kernels import histogram, listed_fold, listed_launch, topk
 from monoidreduce.engines.triton.schedules.kernel_plan import KernelPlan, Rendering, use_plan
 from monoidreduce.reductions import softmax as softmax_kind
 from tests.support import gluon_simulator, internals, listed_cases, own_monoids
@@ -58,7 +58,8 @@ def run(monkeypatch):
     gather = listed.run
 
     def gathers(fold, leaves, sizes, inner, walk=None):
-        if inner is eager.run:  # the check of a table's indices, on a CPU
+        many = all(map(topk.is_large, fold.reductions))  # best, which are selected from gathered pieces
+        if inner is eager.run or many:  # or the check of a table's indices, on a CPU
             return gather(fold, leaves, sizes, inner, walk)
         raise AssertionError(f"no kernel over lists: {fold.reductions}")
 
