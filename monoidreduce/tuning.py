@@ -138,7 +138,7 @@ def _scale_of(b: Tensor) -> Tensor:
 
 def tolerance(leaves: Sequence[Any]) -> float:
     """The relative difference allowed between results of these leaves."""
-    coarse = settings.float32_precision() == "tf32"
+    coarse = evaluate.float32_precision() == "tf32"
     tensors = [v for v in leaves if isinstance(v, Tensor) and v.dtype in _APART]
     found = [_APART_TF32 if coarse and v.is_cuda and v.itemsize == 4 else _APART[v.dtype] for v in tensors]
     return max(found, default=_APART[torch.float32])

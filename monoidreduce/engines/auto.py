@@ -19,7 +19,7 @@ from ..plan.schedule import Choice, round_length
 from ..program.expression import Expr, index, size
 from ..program.lower import Fold, Lowered, conditions, digest_fold
 from . import eager, panel, triton
-from .common import matmul
+from .common import evaluate, matmul
 from .common.evaluate import Sizes
 from .eager import tile_code, tile_walk
 from .panel import as_program, split_into_loops, split_softmax_means
@@ -171,7 +171,7 @@ def device_name(device: torch.device) -> str:
 
 def fold_key(case: Case, device: torch.device) -> schedule.Key:
     """What a tuned plan of a fold depends on."""
-    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {settings.float32_precision()}"
+    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {evaluate.float32_precision()}"
     lengths = (case.batch, case.rows, case.cols)
     return schedule.make_key(case.name, "", lengths, case.letters, types, device_name(device))
 
@@ -180,7 +180,7 @@ def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: boo
     """What the tuned choice of a whole call, dense or tiled, depends on."""
     kinds = sorted({str(v.dtype)[6:] for v in given if isinstance(v, Tensor)})
     gradients = "with" if backward else "without"
-    types = f"{', '.join(kinds)}, {gradients} gradients, {settings.float32_precision()}"
+    types = f"{', '.join(kinds)}, {gradients} gradients, {evaluate.float32_precision()}"
     lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
     name = digest_fold(Fold((), program.outputs))
     letters, device = sorted(sizes.letters.items()), device_name(sizes.device)

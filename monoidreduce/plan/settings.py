@@ -16,11 +16,9 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from ..errors import ArgumentError, EngineError
 
@@ -111,26 +109,6 @@ def launch_state() -> tuple | None:
     with less memory."""
     asked = now().launches
     return None if asked is None or _every_fold_runs else (asked, _generation)
-
-
-PRECISIONS = ("ieee", "tf32", "tf32x3")
-
-# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
-# read). Called directly, since it runs in every call and the public property takes four times as long.
-_read_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
-
-
-def float32_precision() -> str:
-    """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
-    chosen = current.get().precision
-    if chosen is not None:
-        return chosen
-    if _read_precision is None:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    said = _read_precision("cuda", "matmul")
-    if said == "none":
-        said = _read_precision("generic", "all")
-    return "tf32" if said == "tf32" else "ieee"
 
 
 def plan_generation() -> int:

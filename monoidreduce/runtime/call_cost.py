@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..engines import auto, dense, panel
-from ..engines.common import matmul, oom_retry, torch_code
+from ..engines.common import evaluate, matmul, oom_retry, torch_code
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
 from ..engines.eager import cpp
@@ -413,7 +413,7 @@ def predict_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, bac
     kinds = [
         (v.dtype, v.shape, v.requires_grad) if isinstance(v, Tensor) else (type(v), repr(v)) for v in given.values()
     ]
-    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), settings.float32_precision())
+    asked = (settings.requested_budget(), DENSE_LIMIT, settings.plan_generation(), evaluate.float32_precision())
     key: tuple = (id(program), backward, *kinds, longest.rows, longest.cols, sizes.batch, *sizes.letters.values())
     key += (sizes.compute, sizes.device, *asked, torch.get_num_threads())
     found = _PREDICTED.find(key)

@@ -45,7 +45,7 @@ from torch.autograd import forward_ad
 
 from .. import tuning
 from ..engines import eager, listed, panel, triton
-from ..engines.common import matmul, oom_retry, skip_small_tiles, subproblem
+from ..engines.common import evaluate, matmul, oom_retry, skip_small_tiles, subproblem
 from ..engines.common.evaluate import Sizes
 from ..engines.common.matmul import SIXTEEN, dry_run_sizes
 from ..engines.panel import as_program, split_into_loops
@@ -210,9 +210,9 @@ def use(
     >>> with mr.use(engine="eager"):
     ...     pass
     """
-    if precision is not None and precision not in settings.PRECISIONS:
+    if precision is not None and precision not in evaluate.PRECISIONS:
         raise EngineError(
-            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(settings.PRECISIONS)}"
+            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(evaluate.PRECISIONS)}"
         )
     given: dict[str, Any] = dict(precision=precision, strict=strict, tune=tune, check=check)
     given["engine"] = None if engine is None else settings.check_engine(engine, "mr.use")
@@ -230,7 +230,7 @@ def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors; None where recorded launches must not be
     used."""
     state = settings.launch_state()
-    return None if state is None else (*state, settings.float32_precision())
+    return None if state is None else (*state, evaluate.float32_precision())
 
 
 def apply_settings(then: Settings) -> contextlib.AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...domains import Domain, restore
 from ...errors import EngineError
+from ...plan import settings
 from ...program.constructors import LISTED, find_listed, listed_node, substitute
 from ...program.expression import Expr, const, letters, topological
 from ...program.lower import Fold
@@ -192,6 +193,26 @@ def traced_length(length: int) -> int:
         return length
     hint = getattr(getattr(length, "node", None), "hint", None)
     return int(length if hint is None else hint)
+
+
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+
+# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
+# read). Called directly, since it runs in every call and the public property takes four times as long.
+_read_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def float32_precision() -> str:
+    """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
+    chosen = settings.current.get().precision
+    if chosen is not None:
+        return chosen
+    if _read_precision is None:
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    said = _read_precision("cuda", "matmul")
+    if said == "none":
+        said = _read_precision("generic", "all")
+    return "tf32" if said == "tf32" else "ieee"
 
 
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor

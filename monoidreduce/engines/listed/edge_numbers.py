@@ -334,7 +334,8 @@ class _Stretch:
     def _parts(self, vectors: Sequence[Expr]) -> list[slice]:
         """The edges, some at a time: vectors of all of them are never held."""
         count = self.edges.stop - self.edges.start
-        step = max(1, _VECTORS // max(self.element.sizes.of(str(e.feature)) for e in vectors if e.feature is not None))
+        widths = [self.element.sizes.of(str(e.feature)) for e in vectors if e.feature is not None]
+        step = max(1, _VECTORS // max(1, *widths))
         return [slice(a, min(a + step, count)) for a in range(0, count, step)] or [slice(0, 0)]
 
     def _over_features(self, e: Expr, part: slice) -> Tensor:
@@ -356,7 +357,7 @@ class _Stretch:
             elif not n.is_pair:
                 value = self.element.value(n)
                 value = value.index_select(0, self._places(n)[part]) if n.rows or n.cols else value
-                evaluate.memo[n] = value.view(-1, 1, 1, value.shape[-1])
+                evaluate.memo[n] = value.view(*(value.shape[:-1] or (1,)), 1, 1, value.shape[-1])
         found = evaluate.to_compute(evaluate(e), e)
         return found.expand(count, 1, 1, width).reshape(count, width)
 

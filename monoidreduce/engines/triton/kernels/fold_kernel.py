@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....plan import settings
 from ....plan.schedule import FEW_ROWS, Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
 from ....reductions.best import worst
-from ...common import bounded_cache
+from ...common import bounded_cache, evaluate
 from ...common.combine import combine, split
 from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, few_rows, kernel_spec, tile_ranges
@@ -481,7 +480,7 @@ class FoldLaunch:
         make = functools.partial(descriptors.make_descriptor, with_layout=self.kernel.hand_scheduled)
         self.descriptors = [(place(e), make(values[e], spec.descriptor_dims[e], block)) for e, block in copied]
         self.call_options: dict[str, Any] = dict(
-            wide=wide, precision=settings.float32_precision(), ragged=ragged, device=self.sizes.device
+            wide=wide, precision=evaluate.float32_precision(), ragged=ragged, device=self.sizes.device
         )
 
     def _list_blocks(self, e: Expr) -> list[tuple[int, ...]]:

@@ -30,14 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import settings
 from ....program import constructors
 from ....program.constructors import ONE, apply
 from ....program.expression import Expr, const, index, node, reduce_node, size, topological
 from ....program.lower import Fold
 from ....reductions import FastForm, kind_of
 from ....reductions.histogram import add_at
-from ...common import bounded_cache
+from ...common import bounded_cache, evaluate
 from ...common.bounded_cache import BoundedCache
 from ...common.combine import split
 from ...common.evaluate import Sizes, restore_domain
@@ -472,7 +471,7 @@ def _prepare_launches(
 ) -> PreparedListedFold:
     """The launches of a fold on leaves like these, along the lists of each direction; raises Unsupported where it has
     no kernel."""
-    key: tuple = (fold, sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, settings.float32_precision())
+    key: tuple = (fold, sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device, evaluate.float32_precision())
     key += (overriding_plans(), entries, *(one.form for one in lists.values()))
     key += tuple([describe_tensor(v) if isinstance(v, Tensor) else (type(v), *describe_numbers([v])) for v in leaves])
     found = _PREPARED.find(key)

@@ -438,7 +438,7 @@ def prepare_or_refuse(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFo
         sizes.batch,
         sizes.compute,
         sizes.device,
-        settings.float32_precision(),
+        evaluate.float32_precision(),
         settings.requested_budget() is None,
         overriding_plans(),
         spec_from_tensors.like.get(),

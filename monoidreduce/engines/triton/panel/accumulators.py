@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import settings
 from ....plan.panel_layout import InPlaceLayout, PanelLayout, RowBlock
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ...common import combine, matmul, skip_small_tiles
+from ...common import combine, evaluate, matmul, skip_small_tiles
 from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Sizes
 from ...common.skip_small_tiles import TILE
@@ -264,7 +263,7 @@ def _contract_kept_tiles(out: Tensor, weights: Tensor, vectors: Tensor, over: st
     tl = driver.load_module(_kernels.text).tl
     given = (out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0))
     given += (kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks)
-    constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=settings.float32_precision())
+    constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=evaluate.float32_precision())
     constants["SUM"] = tl.float64 if weights.dtype is torch.float64 else tl.float32
     options = dict(num_warps=warps, num_stages=stages)
     _kernels("contract", (len(kept.lists[over]) * blocks,), given, constants, options)

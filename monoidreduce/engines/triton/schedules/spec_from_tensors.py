@@ -44,7 +44,7 @@ from ....program import constructors
 from ....program.constructors import apply, contractions
 from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold
-from ...common import matmul
+from ...common import evaluate, matmul
 from ...common.evaluate import Sizes
 from ..codegen import kernel_spec, tile_ranges
 from ..codegen.kernel_spec import (
@@ -146,7 +146,7 @@ def describe_fold(
         bounds=bool(conditions),
         lanes=max([0, *(sizes.of(str(e.feature)) for e in _find_vectors(fold))]) <= TINY,
         guess=narrow in _GUESSED and not wide and not short,
-        exact=sizes.compute is torch.float64 or settings.float32_precision() == "ieee",
+        exact=sizes.compute is torch.float64 or evaluate.float32_precision() == "ieee",
         unrounded=fold.exact,
         native=narrow is not None and driver.has_tanh(sizes.device),
         eight_bit_mma=sizes.compute is torch.float32 and driver.multiplies_eight_bits(sizes.device),
@@ -407,7 +407,7 @@ class Rewritten:
 def split_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
     """The fold with products in place of distances, and the vectors to split; unchanged where that does not pay, memory
     is bounded (thirds take 6 bytes for every 4) or vectors have other uses."""
-    precision = settings.float32_precision()
+    precision = evaluate.float32_precision()
     vectors = [e for e in fold.leaves if e.feature is not None and e not in fold.tables]
     wide = frozenset(e for e in vectors if sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
