@@ -23,6 +23,7 @@ from .errors import NoGradientError
 from .plan import settings
 from .plan.budget import format_ceil as _size
 from .plan.candidates import Cost, DeviceRates, Part, ScheduleCost
+from .program.constructors import LISTED
 from .program.expression import Expr, topological
 from .program.gradient import FoldGradient
 from .program.lower import Fold, Lowered, Source, compile_program, run_passes
@@ -215,7 +216,7 @@ def _make_lines(
     yield f"{number} pass{'es' if number != 1 else ''} over the pairs" + ("" if number else ": everything is one-sided")
     for k, (p, walked) in enumerate(zip(program.passes, walks, strict=True), 1):
         kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in p.fold.reductions)
-        yield f"  {'pass' if walked else 'gather'} {k}: {kinds}; fed {', '.join(map(repr, p.feeds))}"
+        yield f"  {'pass' if walked else 'gather'} {k}: {kinds}; fed {', '.join(map(_name_feed, p.feeds))}"
     yield f"runs {data['runs']}: {data['why']}"
     if runs is None:
         return
@@ -289,6 +290,16 @@ def _make_table(found: Cost, runs: ScheduleCost) -> Iterator[str]:
             f"  {s.schedule:10} {_format_time(s.seconds):>10}, {s.flops / 1e9:.3g} GFLOP, {_size(int(s.bytes))} moved, "
             f"{_size(s.peak)} at once{sent}  ({mark})"
         )
+
+
+def _name_feed(e: Expr) -> str:
+    """What is fed to a pass: a short expression of inputs as it is, of any other what it is made of."""
+    nodes = topological([e], stop=lambda n: n.op in ("result", *LISTED))
+    if len(whole := repr(e)) <= _WIDEST and all(n.op not in ("result", *LISTED) for n in nodes):
+        return whole
+    found = [n.args[0].attrs[0] + _format_result_suffix(n.args[0], n.attrs[0]) for n in nodes if n.op == "result"]
+    names = dict.fromkeys([str(n.attrs[0]) for n in nodes if n.op in ("input", "leaf")] + found)
+    return names.popitem()[0] if e.op == "result" else f"(made of {' and '.join(names)})"
 
 
 def _format_time(seconds: float) -> str:

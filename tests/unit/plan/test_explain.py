@@ -108,3 +108,16 @@ def test_no_pairs_at_all():
 
     assert "everything is one-sided" in apart.explain(meta(5, 3), meta(7, 3))
     assert "there are no pairs" in attention.explain(meta(0, 3), meta(7, 3), meta(7, 3))
+
+
+def test_what_a_pass_is_fed_with_is_named():
+    """An earlier pass's result by its kind, what is made of it by what that is, inputs by their names."""
+
+    @mr.op
+    def best_mean(x: mr.Row["d"], y: mr.Col["d"], v: mr.Col["e"]):
+        return mr.topk_mean(x @ y, v, 3)
+
+    args = [torch.randn(20, 4) for _ in range(3)]
+    for options in ({}, {"cols": mr.edges.from_neighbours(torch.randint(0, 20, (20, 9)))}):
+        said = str(best_mean.explain(*args, **options))
+        assert "gather 2: pick over cols; fed topk.indices, (made of topk.values), v\n" in said
