@@ -105,6 +105,9 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False, asked: boo
     """An engine that also folds listed pairs, with ``inner`` for the batches of pieces; ``kernels``: by kernels that
     read the lists, where there are any; ``asked``: kernels were asked for, and what runs instead is said."""
 
+    def gather(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
+        return listed.run(fold, leaves, sizes, inner, eager.run_blocks)
+
     def run_engine(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[torch.Tensor]:
         compiled = kernels and settings.kernels_run_on(sizes.device)
         sequences = not compiled and fold.domain is None and find_same_sequence(fold.reductions) is not None
@@ -114,7 +117,6 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False, asked: boo
             return named.run(fold, leaves, sizes, run, run_engine)
         try:
             if compiled:
-                gather = lambda *one: listed.run(*one, inner, eager.run_blocks)
                 return triton.run_listed(fold, leaves, sizes, gather)
             if asked:
                 triton.check_device(sizes.device)
@@ -122,7 +124,7 @@ def _add_lists(run: Callable, inner: Callable, kernels: bool = False, asked: boo
             if all((sizes.rows, sizes.cols, *sizes.batch)):
                 triton.warn_fallback(fold, reason, "gathered pieces of lists run")
         if fold.domain is not None:
-            return listed.run(fold, leaves, sizes, inner, eager.run_blocks)
+            return gather(fold, leaves, sizes)
         found = listed.run_packed(fold, leaves, sizes, inner)
         return run(fold, leaves, sizes) if found is None else found
 
