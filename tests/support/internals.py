@@ -321,8 +321,8 @@ def watch_panel_replays(patch: Patch, around: Around) -> None:
     recording = pkgutil.resolve_name("monoidreduce.engines.triton.launch.replay.Replay")
 
     class Watched(recording):
-        def __init__(self, *how: Any) -> None:
-            super().__init__(*how)
+        def __init__(self, *how: Any, **options: Any) -> None:
+            super().__init__(*how, **options)
             run = self.run
             self.run = lambda *given: around(run, self, *given)
 
